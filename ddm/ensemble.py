@@ -193,7 +193,6 @@ class Ensemble:
             MathError: a dtype that experts are not sampled in.
         """
         ensemble = self
-        # A string names a device; a dtype is an object of torch.
         for target in where:
             if isinstance(target, torch.dtype):
                 check_dtype(target)
@@ -204,6 +203,7 @@ class Ensemble:
 
     def _on_device(self, device: torch.device | str) -> "Ensemble":
         router: Any = self.router
+        # The project's own routers are no modules: they bring their tensors to the device of the samples at every call.
         if isinstance(router, nn.Module):
             router = move_experts([router], device)[0]
         experts = move_experts(self.experts, device)
@@ -332,6 +332,7 @@ class Ensemble:
         mixture = self._mixture(request, dtype=options.dtype)
         known = options.known
         lengths = {"num": num, "condition": mixture.num_conditions}
+        # One known region may serve any number of samples, and then states none.
         if known is not None and known.num_samples > 1:
             lengths["known"] = known.num_samples
         initial_state = make_initial_state(options, self.shape, steps, lengths)
@@ -339,6 +340,7 @@ class Ensemble:
 
         resolved_strategy = resolve_strategy(strategy, tau)
         num_moves = len(initial_state.times) - 1
+        # A sample may change its experts only where a segment begins.
         max_changes = len(segments(resolved_strategy, initial_state.times, options.router_every))
         if known is not None:
             # Corrections move samples between steps, and may change their experts in each move.
@@ -372,6 +374,7 @@ class Ensemble:
             for first in range(0, num_samples, chunk_size):
                 rows = range(first, min(first + chunk_size, num_samples))
                 arrived = self._integrate(run, rows)
+                # The device holds the samples in flight alone, and main memory all of them.
                 latent_chunks.append(arrived.x_B.cpu())
                 expert_chunks.append(arrived.expert_B.cpu())
         latents = torch.cat(latent_chunks)
@@ -460,6 +463,7 @@ class Ensemble:
         """Return how many samples are integrated at the same time."""
         # A sample in float32, and one float64 that draws an expert for each move.
         sample_bytes = 4 * prod(self.shape) + 8 * num_moves
+        # At least a whole chunk, so that large samples are still evaluated as many at once as the caller allows.
         return max(self.chunk_size, _IN_FLIGHT_BYTES // sample_bytes)
 
     def _integrate(self, run: "_SamplingRun", rows: range) -> TrajectoryState:
@@ -487,6 +491,7 @@ class Ensemble:
         ensemble = SampledEnsemble(self.condition, self.router, self.prior, self.class_prior)
         branches = request.branches(ensemble)
         conditions = branches.sample_conditions
+        # `sample` compares the numbers later, among all arguments that may state one.
         if num_samples is not None and conditions is not None and len(conditions) != num_samples:
             expected = f"one for each of {num_samples} samples"
             raise ShapeError("condition", expected=expected, got=str(len(conditions)))

@@ -17,7 +17,7 @@ from silo.worker.progress import read_note
 from silo.worker.state import State
 from silo.worker.worker import Worker
 
-# Seconds after the worker's end in which the courier still answers the aggregator, which asks every few seconds.
+# Seconds for which the courier goes on after the worker's end, for a question that the aggregator has already asked.
 LINGER_S = 8.0
 _log = logging.getLogger(__name__)
 

@@ -116,6 +116,7 @@ def check_finite(x_0: Tensor, expert_N: Tensor, names: Sequence[str]) -> None:
     num_broken = int(broken_N.sum())
     if not num_broken:
         return
+    # For a mixture this is one of several that a sample followed, so that it is a hint and no proof.
     experts = sorted(set(expert_N[broken_N].tolist()))
     if names:
         words = ", ".join(names[expert] for expert in experts)

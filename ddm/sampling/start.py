@@ -125,6 +125,7 @@ def _times(
     options: SamplingOptions, steps: int, tensors: Mapping[str, Tensor]
 ) -> tuple[float, ...]:
     """Return the times of the steps, which must fit what samples begin at."""
+    # Samples that are at their first time already need neither data nor noise.
     if "x" in tensors and len(tensors) > 1:
         got = "x together with x_0 or noise, which would not be used"
         raise MathError("x", expected="x alone", got=got)

@@ -313,6 +313,7 @@ def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
         return seed
     if seed:
         raise MathError("seed", expected="a seed or a generator", got=f"both, seed={seed}")
+    # Of a CUDA generator the number has to be drawn on its device.
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 

@@ -83,6 +83,7 @@ def _input_pipe() -> int:
     """Read a length in 4 bytes and then as many bytes; return a pipe that holds them and ends."""
     data = _read_exactly(int.from_bytes(_read_exactly(4), "big"))
     read_fd, write_fd = os.pipe()
+    # Nobody reads yet, so that this would wait for ever beyond the 64 KiB which a pipe of Linux holds.
     os.write(write_fd, data)
     os.close(write_fd)
     return read_fd
@@ -132,6 +133,7 @@ class _Guard:
 
     def run(self) -> int:
         """Wait for the program or the order to stop, end the whole tree, return the exit code."""
+        # `Child` waits for this line. Nothing else may be written to standard output, which nobody reads afterwards.
         os.write(sys.stdout.fileno(), f"{self._program.pid}\n".encode())
         self._pump_until(
             lambda: self._is_stopping or self._returncode is not None, watch_input=True
@@ -150,6 +152,7 @@ class _Guard:
         self._drain()
         if self._returncode is None:
             return 128 + signal.SIGKILL
+        # As a shell states an end by a signal.
         if self._returncode < 0:
             return 128 - self._returncode
         return self._returncode
@@ -211,6 +214,7 @@ class _Guard:
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while True:
+                # Any child: adopted grandchildren that nobody collects would stay in the table of processes.
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return

@@ -42,6 +42,7 @@ def descendants(pid: int) -> list[int]:
             is_alive = fields[_STATE] not in _ENDED or int(fields[_NUM_THREADS]) > 1
             if is_alive:
                 children.setdefault(int(fields[_PARENT]), []).append(int(folder.name))
+    # The list grows while the loop goes through it, generation by generation.
     tree = [pid]
     for parent in tree:
         tree += children.get(parent, [])

@@ -175,7 +175,7 @@ class _JobRun:
             SetupError: the last starts came no step further.
         """
         launch = self._next_launch()
-        # Processes of an earlier start that still live end when another start is in force, so the documents come first.
+        # The documents come before the launch: a process that was told no start takes the one in force, and reads them.
         write_job(self.task, self.folder, self.settings)
         self._put_in_force(launch)
         if self._is_local:

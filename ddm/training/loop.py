@@ -309,7 +309,7 @@ def _flops(model: nn.Module, examples: Examples, settings: Training, num_tokens:
 
 def _flops_per_image(model: nn.Module, examples: Examples, kept_BM: Tensor | None) -> int:
     """Count the operations of one image's forward and backward pass, on tensors without memory."""
-    # On the device "meta" tensors have shapes and no values, so that counting costs no memory and no time.
+    # On the device "meta" tensors have shapes and no values, so that counting takes no memory and hardly any time.
     parameters = {
         name: torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
         for name, value in model.named_parameters()

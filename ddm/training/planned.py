@@ -140,7 +140,7 @@ class PlannedExpert:
         )
         if not trained.ema:
             return None
-        # A release holds experts of one architecture: an adaptation's low-rank factors become part of the weights.
+        # A release holds experts of one architecture, so that what an adaptation added becomes part of the weights.
         weights = merged(trained.ema, plan.expert.adaptation)
         if not self.stops:
             weights = _bounded(weights)

@@ -97,7 +97,7 @@ class State:
             part = batch.part(
                 self.process.rank * self.accumulate + index, num_parts, self.process.device
             )
-            # Parts may differ by one image, so that the mean of their losses is not the batch's.
+            # Parts may differ by one image, so that each counts by its number of images.
             share_of_batch = len(part) / len(batch)
             if teach is not None:
                 part = teach(part)

@@ -237,6 +237,7 @@ def container_service_files(site: Site, image: str, podman: Path) -> dict[str, s
             silo=settings.silo_id,
             half=half,
             command=[*run, *_command("silo", paths.site, half)],
+            # SIGKILL after 45 s, before the unit's TimeoutStopSec of 60 s ends podman itself.
             stop=[podman, "stop", "--ignore", "--time=45", name],
             # The proxy's address and password are for the half with the network alone.
             environment=f"{name}.env" if half == "courier" else None,
