@@ -49,6 +49,7 @@ def tables(
     for name, evaluation in results:
         parts.append(_details(name, evaluation, layout))
         notes.extend(evaluation.notes)
+    # Several sets of samples share most notes: each is printed once.
     different_notes = dict.fromkeys(notes)
     return "\n".join([*parts, "", *different_notes, *LIMITS])
 

@@ -274,6 +274,7 @@ def _open_parquet(files: tuple[Path, ...]) -> Mapping[str | None, ImageArrays]:
 
 def _open_idx(path: Path) -> Mapping[str | None, ImageArrays]:
     beside = labels_beside(path)
+    # A name without `images-idx3` gives the same path again.
     columns = (
         {"labels": partial(_open_idx_labels, beside)} if beside != path and beside.is_file() else {}
     )

@@ -99,6 +99,8 @@ def numeric_order(suffixes: Sequence[str]) -> list[str] | None:
     if len(texts) != 1:
         return None
     for digits in zip(*(piece[1::2] for piece in pieces), strict=True):
+        # Numbers that are filled with zeros are as wide as the shortest one; others are never wider than they have to
+        # be.
         width = min(len(number) for number in digits)
         if any(number != str(int(number)).zfill(width) for number in digits):
             return None

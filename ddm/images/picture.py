@@ -175,4 +175,5 @@ def _supported_integer(values: NDArray[np.generic]) -> type[np.generic]:
     highest = int(values.max(initial=0))
     if bounds.min <= lowest and highest <= bounds.max:
         return np.int32
+    # Of larger numbers float32 keeps the first 24 bits.
     return np.float32

@@ -86,6 +86,7 @@ class FileArray:
     def __post_init__(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         object.__setattr__(self, "_descriptor", descriptor)
+        # Closed with the last reference, because no reader knows whether it is the last one.
         weakref.finalize(self, os.close, descriptor)
         size = os.fstat(descriptor).st_size
         needed_bytes = self.offset + prod(self.shape) * self.dtype.itemsize

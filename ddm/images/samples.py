@@ -300,6 +300,7 @@ def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
             values, TransformSpec.model_validate({"channels": channels}), spec.shape[0]
         )
     low, high = spec.range if picture.full is None else picture.full
+    # Floating point has no bounds of its own, so that its values must be in the plan's range already.
     if picture.full is None and (values.min() < low or values.max() > high):
         got = f"{values.min():g} to {values.max():g}"
         raise DataError(

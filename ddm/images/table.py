@@ -177,6 +177,7 @@ class Table:
             if _is_empty(record):
                 self._num_empty_rows += 1
                 continue
+            # Such a row lacks a cell or has one too many, and its cells may stand under the wrong columns.
             if len(record) != num_columns:
                 got = f"{len(record)} in line {line}"
                 raise DataError(

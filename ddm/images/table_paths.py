@@ -57,6 +57,7 @@ class TablePaths:
             return own
         others = [cls(base, is_moved=True) for base in _other_bases(folder, paths)]
         fitting = [base for base in others if 2 * base.num_there(paths) >= len(paths)]
+        # Several folders may hold different files of the same names: then no reading is certain.
         if len(fitting) == 1:
             return fitting[0]
         return own
@@ -239,6 +240,7 @@ def _folded_names(folder: str) -> frozenset[str]:
 
 def _folded_stems(folder: str) -> frozenset[str]:
     """Return the names in a folder without their endings, as tables of many public data sets name images."""
+    # The stem of `scan.nii.gz` is `scan`.
     names = (name.removesuffix(".gz") for name in _folded_names(folder))
     return frozenset(stem for stem, dot, _ in (name.rpartition(".") for name in names) if dot)
 

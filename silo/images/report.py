@@ -104,6 +104,7 @@ def _what_to_do(reason: str, of_site: bool) -> str:
 
 _FLAGS = frozenset(flag.value for flag in Flag)
 _DECIDED_BY_A_PERSON = _FLAGS | {LEFT_OUT}
+# By the words of `ddm.images.reasons.Reason`, which the summary counts.
 _REMEDIES = {
     LEFT_OUT: "nothing; to undo it, see below",
     "no such file": "correct the table",

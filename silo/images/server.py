@@ -77,6 +77,7 @@ def _routes(
         view = None
         if number < len(review.pictures):
             view = viewer.view(review.pictures[number])
+        # Not drawn yet, or not to be drawn: `state` tells the page which.
         if view is None or view.problem:
             return PlainTextResponse("not drawn\n", status_code=404)
         png = view.window

@@ -139,6 +139,7 @@ class Summary:
         self._count_duplicate(record)
 
     def _count_duplicate(self, record: PictureRecord) -> None:
+        # As bytes, half as long as the text, because there may be millions.
         pixels = bytes.fromhex(record.pixels)
         if pixels in self._pixels:
             self.duplicates += 1
