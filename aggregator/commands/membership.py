@@ -171,6 +171,7 @@ def _settings(name: str, address: str, passphrase_file: Path | None) -> "Federat
             name=name,
             host=host,
             port=int(port),
+            # As an absolute path: later commands and the service may run in another folder.
             passphrase_file=remembered(passphrase_file),
         )
     except ValidationError as error:

@@ -224,6 +224,7 @@ def _statistic_rows(draft: "Draft") -> Iterator[Row]:
         "total, stated",
         f"epsilon {total.epsilon:g}, delta {total.delta:g} per {statistics.unit}, {relation}",
     )
+    # What the statistics cost together by composition, which is less than the sum and at most the total.
     yield "total, composed", f"epsilon {draft.cost.epsilon:.4g} at that delta"
     for kind, statistic in statistics_of(statistics).items():
         terms = statistics.terms[kind]

@@ -80,6 +80,7 @@ def withdraw(
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
+    # The notice to the silo is sealed like a receipt.
     key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))
     record = withdraw_silo(federation, silo_id, reason, key)
     say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")

@@ -177,6 +177,7 @@ def _waiting(federation: Federation, silo_id: str) -> "QuarantineEntry | None":
     from aggregator.intake.quarantine import quarantined_submissions
 
     plan, _ = federation.current_plan()
+    # A silo sends its next submission after the receipt of this one, so that at most one of them waits.
     for entry in _undecided(federation, quarantined_submissions(federation, plan.plan_id)):
         if entry.record.silo_id == silo_id:
             return entry

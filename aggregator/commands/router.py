@@ -27,6 +27,7 @@ def router(
         if counted_units < stated_units:
             text += f" (counted as {counted_units})"
         units.append(text)
+    # Nobody can verify these numbers: they are the silos' own claims, bounded by what was agreed.
     unit = inventory.plan.statistics.unit
     say(f"Training on statistics of {', '.join(units)} {unit}s, as each silo states …")
     with progress("Training the router") as advance:

@@ -10,6 +10,7 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
+    # Raises where no plan is in force, before a passphrase is asked for.
     federation.current_plan()
     secret = federation_passphrase(federation, passphrase_file)
     # A wrong passphrase shows now, not when the first submission arrives.

@@ -223,6 +223,7 @@ class FederationFactsReader:
         other_key = []
         for role, key in self._federation.delegations().items():
             name = split_silo_role(role)
+            # Roles such as `plans` and `release` are delegated as well.
             if name is None:
                 continue
             _, silo_id = name

@@ -57,6 +57,7 @@ def _check_column(column: NDArray[Any], kind: str, name: str, num_images: int) -
     """Refuse a column of another type, or without one value for each image."""
     if kind == CLASSES:
         values = "whole numbers"
+        # NumPy's kinds of whole numbers, with a sign and without.
         dtype_kinds = "iu"
     else:
         values = "text"

@@ -131,6 +131,7 @@ def estimate_private_step(plan: Plan) -> PrivateStep:
     for agreed in plan.agreed.values():
         silo_units = agreed.units(plan.statistics.unit)
         num_units = max(num_units, silo_units)
+        # A card states totals, so that this is an average: single units may have more images.
         images_per_unit = max(images_per_unit, agreed.images / silo_units)
     if plan.transform and plan.transform.slices:
         images_per_unit *= plan.transform.slices.count  # a card counts pictures

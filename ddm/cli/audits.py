@@ -12,6 +12,7 @@ def audit_lines(opened: Release) -> list[str]:
     lines = []
     for silo in opened.manifest.silos:
         submission = opened.submissions[silo.silo_id]
+        # One owner's islands have no audit.
         if isinstance(submission, Submission):
             lines.append(
                 f"silo {silo.silo_id}, {_name_experts(submission)}: {_describe_verdict(submission)}"

@@ -224,6 +224,8 @@ def distill(
     if architecture is not None:
         own_architecture = load_settings(StudentSettings, architecture).architecture
     if teacher is None:
+        # Labels are exact for samples of the ensemble itself. Public images have another law, under which only the
+        # router's posterior at x_t is right (docs/explanation/distillation.md).
         teacher = TeacherName.DRAWN if data else TeacherName.LABEL
     num_own_samples = 0 if data else num or _DEFAULT_NUM
 

@@ -167,6 +167,7 @@ def read_samples(opened: Release, path: Path, num: int | None) -> SampleSet:
     """
     spec = opened.plan.data
     require_file(path, "an npz that ddm sample wrote")
+    # A compressed file may unpack to any size.
     array = read_array(path, "images", max_bytes=available_bytes())
     if array.ndim < 2 or not len(array):
         raise DataError(

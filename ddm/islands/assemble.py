@@ -199,6 +199,7 @@ def _sign_island(
         training=record.training,
         privacy=NoWeightPrivacy(),
     )
+    # No submission: a ledger, a budget and an audit would have to be invented for it (docs/adr/0028).
     document = Island(
         plan_id=plan.plan_id,
         plan_digest=islands.split.plan_digest,

@@ -45,6 +45,7 @@ class Dataset:
         Raises:
             MissingFileError, DataError: there is none, or not one value for each image.
         """
+        # Of volumes cut into slices, a column has a value for each slice by now.
         cells = self.opened.column(name)
         num = len(self.images)
         if cells.shape != (num,):

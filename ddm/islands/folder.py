@@ -176,6 +176,7 @@ class Islands(PublisherFolder):
             DigestError: it is not the one that was split by.
         """
         data = read_bounded(self.bundle / "plan.json", MAX_DOCUMENT_BYTES)
+        # Experts that were trained for another plan would be signed for this one.
         digest = sha256_hex(data)
         if digest != self.split.plan_digest:
             raise DigestError(

@@ -23,6 +23,7 @@ from ddm.trust.log.note import VerifierKey
 from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
 
+# There is no receipts key: an owner sends itself no submissions.
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "log", "islands")
 
 

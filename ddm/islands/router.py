@@ -155,6 +155,7 @@ class LabelledImages:
 def fit_router(training: RouterTraining) -> RouterFit:
     """Fit counts and the plan's family on the trained islands, and keep the better one."""
     judges = judging_images(training)
+    # With the epsilon `EXACT` there is no noise to allow for in the histograms.
     counts = CountsRouter.from_counts(
         training.files.sketch,
         exact_counts(training.islands)["counts"][list(training.present)],

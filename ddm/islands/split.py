@@ -153,6 +153,8 @@ def split(
         _check_sizes(division, recipe)
         data = DividedData(dataset, recipe, parts, fitted_rows, fine_N, division)
 
+        # Keys are opened again only to assemble, so that the folder can be trained on a cluster without them
+        # (docs/adr/0028).
         public_key = make_keys(islands, passphrase)
         plan = _write_plan(data, str(public_key), islands.bundle)
         _write_islands(islands, plan, data, on_progress)
@@ -315,6 +317,7 @@ def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
         statistics=Statistics(
             unit="image",
             relation="none",
+            # Readers expect an epsilon; beside the relation "none" it promises nothing (docs/adr/0028).
             total=Budget(epsilon=EXACT, delta=0.0),
             counts=CountsStatistic(epsilon=EXACT, num_groups=recipe.num_groups),
             class_counts=class_counts,

@@ -113,6 +113,7 @@ def _train(
     island_id = plan.silos[number]
     base = public_base(plan, islands.bundle)
     expert = PlannedExpert(plan, island_id, number, base, settings.engine)
+    # The digest of the row numbers names the data, so that no checkpoint of other images is continued.
     task = TrainingTask(expert, inputs, sha256_file(folder.rows), files)
     # Under torchrun every process runs this; only the first one goes on to write the expert.
     if "RANK" in os.environ:

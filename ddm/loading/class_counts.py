@@ -92,6 +92,7 @@ def _class_shares(
         for silo_id in _silos_in_order(manifest)
     ]
     noisy_KCG = torch.stack([_read_counts(plan, document, folder) for document in documents])
+    # A histogram counts the units that a silo stated, and its prior may count fewer.
     stated_units = [document.num_units for document in documents]
     counted_units = [published_by_id[document.silo_id].units for document in documents]
 

@@ -143,6 +143,7 @@ def open_release(
         state=state,
         known_keys=KnownSiloKeys(silo_keys or {}, accepted_keys or {}),
         archived=archived,
+        # To hash the experts here and again when they are loaded takes three times as long (docs/adr/0015).
         later=lambda name: experts_later and is_expert_path(name),
         before_recording=read_documents,
     )

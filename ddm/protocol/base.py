@@ -37,6 +37,7 @@ RelativePath = Annotated[
 Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 KeyText = Annotated[str, StringConstraints(pattern="^ed25519:[0-9a-f]{64}$")]
 ShortText = Annotated[str, StringConstraints(max_length=400)]
+# Without a zone it would be another moment on each machine.
 Time = AwareDatetime
 Unit = Literal["image", "patient"]
 # The upper bound is what an epsilon without noise reads (`ddm.protocol.statistics.EXACT`).

@@ -81,6 +81,7 @@ class Card(Document):
         str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")
     ]
     agreed: AgreedSize
+    # For `aggregator plan`, which refuses a plan above one silo's policy before it is fitted and sent (docs/adr/0060).
     max_epsilon: Epsilon
     unit: Unit
     created_at: Time
@@ -91,6 +92,7 @@ MAX_CARD_BYTES = 16384
 
 MAX_ROTATION_BYTES = 4096
 MAX_ROTATIONS = 64
+# Beyond these bounds the aggregator leaves out the oldest rotations of each silo.
 MAX_KEY_HISTORY_BYTES = 4 * 1024 * 1024
 ROTATED_CARD_FORMAT = "archipelago/rotated-card/1"
 # An envelope as `ddm.trust.envelope` writes it; what is in it is read after its signature is checked.

@@ -154,6 +154,7 @@ class DiffusersKlLatent(DiffusersKlSize):
     """
 
     kind: Literal["diffusers_kl"] = "diffusers_kl"
+    # Byte for byte as it was published, so that anybody can compare the digest with the publisher's (docs/adr/0027).
     path: RelativePath = AUTOENCODER_PATH
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     scaling_factor: Annotated[float, Field(ge=1e-6, le=1e6)]

@@ -125,6 +125,8 @@ class PublishedRouter(Model):
     kind: RouterKind
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     training_prior: Annotated[tuple[Probability, ...], Field(max_length=MAX_EXPERTS)]
+    # At t = 0. It falls with the noise, T_t = 1 + (T - 1) alpha_t^2, since routers are overconfident at small t only
+    # (docs/adr/0063).
     temperature: Annotated[float, Field(gt=0.0, le=1e6)]
     file: File
 

@@ -42,6 +42,8 @@ class SiloClusterPartition(Model):
     """
 
     kind: Literal["silo_cluster"] = "silo_cluster"
+    # The noise may name a cluster of which a silo holds few images. To leave that expert out would reveal the true
+    # count, so that it is trained on the nearest images as well.
     min_images: NumImages
 
 

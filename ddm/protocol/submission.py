@@ -104,6 +104,8 @@ class LedgerHead(Model):
 
     head_digest: Digest
     num_entries: PositiveInt
+    # Every entry's digest: from a head alone an extension of a ledger cannot be told from another ledger
+    # (docs/adr/0002).
     chain: Annotated[tuple[Digest, ...], Field(min_length=1, max_length=4096)]
 
     @model_validator(mode="after")
@@ -140,6 +142,7 @@ class AuditVerdict(Model):
     """
 
     verdict: Literal["pass", "waived", "fail", "bounded"]
+    # The report holds a random number, so that its digest reveals nothing of its figures (docs/adr/0055).
     digest: Digest | None = None
     waiver: Waiver | None = None
 
@@ -176,6 +179,7 @@ class Submission(Document):
     plan_id: PlanId
     plan_digest: Digest
     silo_id: SiloId
+    # 1, then one more after every refusal.
     sequence: Annotated[int, Field(ge=1, le=10_000)]
     created_at: Time
     num_units: Annotated[int, Field(ge=2, lt=2**53)]
@@ -187,6 +191,7 @@ class Submission(Document):
     ledger: LedgerHead
     audit: AuditVerdict
     approval: Approval | None
+    # Signing for a plan is no consent to the next: that one is another ensemble, with other partners (docs/adr/0031).
     carry_over: bool = False
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]
 
@@ -197,6 +202,7 @@ class Submission(Document):
 
     @model_validator(mode="after")
     def _audit_lets_it_leave(self) -> "Submission":
+        # A waiver is for one plan: one that was written once would cover every later plan as well (docs/adr/0051).
         waiver, leaves = self.audit.waiver, self.approval
         if waiver and waiver.plan_digest != self.plan_digest:
             raise ValueError(
@@ -218,6 +224,7 @@ class Submission(Document):
                 else f"{self.audit.verdict} needs none"
             )
             raise ValueError(f"approval.despite_fail stands beside a failed audit alone: {needed}")
+        # A policy was written before these experts existed: what a person decides is whether these may leave.
         if leaves and released and leaves.kind != "person":
             raise ValueError(f"a failed audit needs the approval of a person, got {leaves.kind}")
         return self

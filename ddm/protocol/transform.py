@@ -15,6 +15,7 @@ from ddm.protocol.data import DataSpec, PixelValue
 Level = Annotated[float, Field(ge=-1e9, le=1e9)]
 Percent = Annotated[float, Field(ge=0.0, le=100.0)]
 Part = Annotated[float, Field(ge=0.0, le=1.0)]
+# The largest finite number of the type.
 _MAX_FLOAT16 = 65504.0
 
 
@@ -32,6 +33,8 @@ class WindowRange(Model):
     """
 
     kind: Literal["window"] = "window"
+    # A silo makes a blank sample of a picture that is not taken: how many samples there are must not depend on private
+    # images in any way that a plan can choose (docs/adr/0064).
     fallback: Literal["refuse", "percentiles", "full"] = "refuse"
 
 
@@ -167,6 +170,8 @@ class TransformSpec(Model):
 
     channels: Literal["keep", "grey", "rgb", "pick"] = "keep"
     pick: Annotated[tuple[Annotated[int, Field(ge=0, le=65535)], ...], Field(max_length=64)] = ()
+    # Common to all silos: experts are mixed at the same x_t, so that equal anatomy must have equal values
+    # (docs/adr/0036).
     range: Range = PercentilesRange()
     content: Content | None = None
     slices: Slices | None = None

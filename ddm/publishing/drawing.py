@@ -136,6 +136,7 @@ def draw(
 
     def draw_batch(num: int, strategy: str, prior: Sequence[float]) -> DrawnImages:
         nonlocal num_drawn
+        # The same seed for every strategy, so that they begin from the same noise and differ by the strategy alone.
         samples = ensemble.sample(
             num, strategy=strategy, steps=effort.steps, seed=seed, prior=prior, options=options
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from ddm.io.changes import finish_change
 from ddm.io.locks import locked
 
+# The bound of the largest role, `targets` (`ddm.trust.metadata.LIMITS`).
 MAX_TUF_BYTES = 5_000_000
 
 

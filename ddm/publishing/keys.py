@@ -111,6 +111,7 @@ def _keys_in_metadata(repository: Repository) -> Mapping[LoggedKey, Holders]:
     keys: dict[LoggedKey, Holders] = {
         "root": root_holders["root"],
         "targets": root_holders["targets"],
+        # The same key signs `snapshot`.
         "online": root_holders["timestamp"],
         "plans": Holders((delegates.plans,)),
         "release": Holders((delegates.release,)),

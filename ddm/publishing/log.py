@@ -101,6 +101,7 @@ class TransparencyLog:
             entry = parse_entry(data, "log")
             last_entries[entry_subject(entry)] = entry
         for entry in added:
+            # A command that is repeated after a crash must not enter the same fact again.
             subject = entry_subject(entry)
             if last_entries.get(subject) != entry:
                 entries.append(encode_entry(entry))

@@ -69,6 +69,7 @@ def export_log(publisher: PublisherFolder, out: Path) -> None:
     for root in sorted(publisher.tuf.glob("*.root.json")):
         if not (out / root.name).exists():
             write_atomic(out / root.name, root.read_bytes())
+    # Unlike a tile, a cosigned checkpoint changes: witnesses add their signatures later.
     for cosigned in sorted((publisher.path / COSIGNED).glob("*")):
         _write_if_changed(out / "cosigned" / cosigned.name, cosigned.read_bytes())
     # The checkpoint comes last: whatever it describes is already there for whoever reads it.

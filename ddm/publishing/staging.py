@@ -139,5 +139,6 @@ def copy_out(release: Path, reserved: Path, out: Path) -> None:
     num_bytes = sum(entry.bytes for entry in list_files(release).values())
     # Bounded by what was listed: a file that grows meanwhile is an error.
     copy_tree_bounded(release, reserved, max_bytes=num_bytes, max_entries=MAX_FILES)
+    # The publisher's own folder is private, and readers of a release are other users.
     open_to_everyone(reserved)
     move_into_place(reserved, out)

@@ -72,6 +72,7 @@ def anchor(
 
     # silo.toml keeps the absolute path: the worker may be started in another folder.
     path = file.resolve()
+    # A ledger that is put back together with its head looks genuine; only a file elsewhere shows it (docs/adr/0050).
     set_anchor(Site(site).require(), path)
     say(
         f"The ledger's head is in {path}, and silo.toml names it. Keep it out of the backups of the site."

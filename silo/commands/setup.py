@@ -87,6 +87,8 @@ def init(
         data,
         passphrase_file,
         images,
+        # Sites over the same people share a ledger, since what each of them spends adds up for a person
+        # (docs/adr/0050).
         LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor)),
     )
     # The images were looked at above, and are not read a second time.

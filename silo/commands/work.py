@@ -334,6 +334,7 @@ def retrain(
     say(f"Plan {state.plan_id}: the images {images}. Training again costs {price}.")
     # Where the budget does not suffice, `retrain` below refuses, and there is nothing to confirm.
     if price.affordable and not yes:
+        # A plan commonly costs most of a site's budget, so that a person decides (docs/adr/0044).
         confirm("Throw away what was trained, and train again?")
     start_over(opened_site)
     say(f"Ready. The worker begins with the images: silo run {site}")
