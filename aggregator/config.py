@@ -56,6 +56,7 @@ class FederationSettings(Settings):
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     max_silo_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     passphrase_file: str | None = None
+    # A silo with a larger share of the prior waits in quarantine for a person (`aggregator.intake.claims`).
     max_influence: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     quorum: Annotated[int, Field(gt=0, le=10_000)] = 1
     witnesses: Annotated[tuple[WitnessSettings, ...], Field(max_length=16)] = ()
@@ -176,6 +177,7 @@ class Federation(PublisherFolder):
                 remedy="Sign one: aggregator plan.",
             )
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
+        # Both files come into force with one change. Where they differ, silos were removed, or one file was put back.
         delegated_plan = self.delegated_plan() if self.delegations() else None
         if delegated_plan != current.plan_id:
             raise SetupError(

@@ -57,6 +57,7 @@ class RunSettings(Model):
 
     plan_id: PlanId
     nodes: dict[SiloId, str]
+    # Silos that do not train for this plan, and have not heard the end of an earlier one.
     receipts_only: tuple[SiloId, ...] = ()
     shard_bytes: PositiveInt
     max_submission_bytes: PositiveInt

@@ -17,6 +17,7 @@ from ddm.trust.ceremony import SigningRequest
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.log.note import VerifierKey
 
+# Holds the finished federation between the rename that decides and the moves to where it belongs.
 _READY = ".federation.ready"
 HEADING = (
     "This federation: its name, the address that silos reach, the size of a transfer's shards."

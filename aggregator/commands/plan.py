@@ -78,6 +78,7 @@ def plan(
     source: Tensor | CarriedExperts
     columns = None
     if public is None:
+        # `_check_source_options` has seen to it that --carry is there.
         source = choose_carried(federation, carry or "", replace or ())
     else:
         image_set = open_image_set(public, chosen.data, chosen.transform, subject="public images")

@@ -85,7 +85,7 @@ def withdraw(
     record = withdraw_silo(federation, silo_id, reason, key)
     say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")
     say(f"Next: aggregator router {fed}, then aggregator publish {fed} --out RELEASE.")
-    # A carried silo does not take part in the present plan, so that `aggregator run` sends it nothing.
+    # The notice is a receipt of the present plan, in which a carried silo does not take part.
     if record.carried_from is None:
         say(f"The silo learns of it once it and `aggregator run {fed}` run at the same time.")
     else:

@@ -158,6 +158,7 @@ def _port(facts: FederationFacts) -> Iterator[Finding]:
     if not facts.settings:
         return
     address = f"{facts.settings.host}:{facts.settings.port}"
+    # A port that answers is not enough: it must answer with the certificate that silos check.
     if facts.processes.running and facts.port != "ours":
         got = "an answer of another program"
         if facts.port == "free":

@@ -137,6 +137,7 @@ class StatusReader:
                 self._earlier.popleft()
             earliest = self._earlier[0] if self._earlier else None
             status = read_status(self._federation, now, earliest)
+            # Times are whole seconds, and no rate can be computed from two statuses of the same one.
             if not self._earlier or self._earlier[-1].at < now:
                 self._earlier.append(status)
             return status

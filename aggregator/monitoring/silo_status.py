@@ -173,6 +173,7 @@ def read_silo(
         last_seen=last_seen,
         arrival=arrival,
         submissions=submissions,
+        # Intake writes this file with the last answer that a silo gets for the plan.
         final=gone is not None or (folders.receipts / "final").exists(),
     )
 
@@ -346,8 +347,10 @@ def _first_file(part: Path, now: datetime) -> tuple[datetime, int]:
 
 def _submissions(folders: SiloFolders, key: PublicKey) -> Iterator[SubmissionStatus]:
     """Yield every submission in order: from its receipt, else from quarantine, else as arrived."""
+    # The notice that a person decides is called N.held.json, which is no number: it answers nothing yet.
     answered = _numbers(folders.receipts, ".json")
     quarantined = _numbers(folders.quarantine)
+    # A submission that is still on its way is in N.part, and gets its number once it is whole.
     arrived = _numbers(folders.incoming)
     for sequence in sorted(answered | quarantined | arrived):
         if sequence in answered:

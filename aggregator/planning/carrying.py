@@ -115,6 +115,7 @@ def choose_carried(
     return CarriedExperts(
         plan=plan,
         carried=tuple(chosen),
+        # `_check_sizes` has found these equal to the present cards'.
         agreed={carried.silo_id: plan.agreed[carried.silo_id] for carried in chosen},
         earlier={carried.plan_id: _origin(plan, folder, carried) for carried in chosen},
         folder=folder,

@@ -126,6 +126,7 @@ def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Viola
 
 def _images_for_patients(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
     """Find silos that protect patients, where the plan would protect single images."""
+    # Noise for one image would hide only a part of a patient who has several.
     patient_silos = [silo_id for silo_id, card in cards.items() if card.unit == "patient"]
     if patient_silos and recipe.statistics.unit == "image":
         yield Violation(

@@ -149,6 +149,7 @@ def _write_plan_folder(draft: Draft, folder: Path) -> None:
         fitted_latents, holdout_latents = images.latents
         arrays["fitted_latents"] = fitted_latents.numpy()
         arrays["holdout_latents"] = holdout_latents.numpy()
+    # In memory first, so that the file appears whole or not at all.
     archive = io.BytesIO()
     np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
     write_atomic(folder / PUBLIC_NAME, archive.getvalue())

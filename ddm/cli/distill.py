@@ -554,6 +554,7 @@ def _write_student(
     autoencoder = None
     if isinstance(plan.latent, Autoencoder):
         autoencoder = plan.file(plan.latent.path)
+        # A student is used without its release, so that it brings the autoencoder along.
         write_atomic(
             autoencoder_beside(out), (distillation.opened.folder / autoencoder.path).read_bytes()
         )

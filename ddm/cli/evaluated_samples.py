@@ -105,6 +105,7 @@ class EvaluationDrawing:
             The samples, and the share of them that is due to each expert.
         """
         source = self._source(num, len(strategies), limit, beside)
+        # Several processes load experts each for itself; this one then needs the shares alone.
         ensemble = source.ensemble(lazily=self.num_processes > 1)
         condition = self.how["condition"]
         # The same noise and the same experts for every strategy, so that only the strategies differ.

@@ -63,6 +63,7 @@ def verify(
     say(
         f"  log        entry of {log.checkpoint.origin}, which has {log.size} entries, root hash {log.root.hex()}"
     )
+    # `open` has compared them, and refuses a release whose log has another history.
     for path in checkpoint or []:
         say(f"  checkpoint {path} is of the same history")
     if witnesses:
@@ -149,6 +150,7 @@ def _silo_table(opened: Release) -> str:
                 f"{submission.num_units}",
                 f"{len(submission.experts)}",
                 f"{priors[silo.silo_id]:.3f}",
+                # An island has neither: nothing was hidden of it.
                 "none" if silo.epsilon is None else f"{silo.epsilon:g}",
                 "none" if silo.delta is None else f"{silo.delta:g}",
                 silo.audit,

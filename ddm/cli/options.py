@@ -287,6 +287,7 @@ class Verification:
         opened = open_release(
             release,
             root=self.root,
+            # A reader who names no folder is protected against old versions all the same.
             state=self.state or default_state_folder(),
             silo_keys=pins(self.silo_key),
             accepted_keys=pins(self.accept_key, "--accept-key"),

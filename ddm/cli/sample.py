@@ -121,6 +121,7 @@ def sample(
     # Encoding a text takes the encoder, whose memory was counted above.
     condition = conditioning.value(plan.condition)
     source = ReleaseSource(plan, manifest, opened.folder, expert_bytes, computing)
+    # Several processes load experts each for itself; this one then needs the router and the shares alone.
     ensemble = source.ensemble(lazily=num_processes > 1)
     begin = editing.read(plan.data, num)
     weights, declared_shares = read_priors(manifest, following.prior, rare.class_prior)

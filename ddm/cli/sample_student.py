@@ -71,6 +71,7 @@ def sample_student(
         "steps": solving.steps,
         "solver": solving.solver.value,
         "condition": condition,
+        # Of one network there are no shares to weigh.
         "condition_prior": None,
         "guidance": conditioning.guidance or 0.0,
     }

@@ -48,6 +48,8 @@ def split(
 
     islands_recipe = load_settings(IslandsRecipe, recipe)
     if by is None:
+        # A federation's recipe may be used here: its partition `random` is the control for clusters, and means the
+        # same.
         by = "random" if islands_recipe.partition.kind == "random" else "clusters"
     dataset = Dataset.read(data, islands_recipe.data, islands_recipe.transform)
     for remark in dataset.remarks():

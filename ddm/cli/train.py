@@ -42,6 +42,7 @@ def train(
         busy_islands: set[int] = set()
     else:
         busy_islands = _train_all(islands, missing_islands(islands), settings)
+    # Under torchrun every process runs this command, and one of them speaks for all.
     if not is_first_process():
         return
 

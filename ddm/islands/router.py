@@ -178,6 +178,7 @@ def fit_router(training: RouterTraining) -> RouterFit:
         )
 
     candidate = _fit_candidate(training, counts)
+    # Each with a temperature of its own, so that what is compared is what would be published.
     candidate_calibration = calibrate(candidate, judges)
     calibrated_candidate = candidate_calibration.applied(candidate)
     comparison = compare(calibrated_counts, calibrated_candidate, judges)

@@ -345,6 +345,7 @@ def _write_islands(
     if isinstance(plan.condition, TextCondition):
         values_per_image += plan.condition.max_tokens * plan.condition.dim
     needed = _FLOAT32_BYTES * num_images * values_per_image
+    # Before the encoding, which takes long and would fail at its end.
     require_free_space({islands.path: needed}, "the islands' images")
 
     conditions = _read_conditions(data.dataset, plan.condition)

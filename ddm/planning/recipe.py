@@ -221,6 +221,7 @@ class SharedRecipe(ModelTerms):
 
     @model_validator(mode="after")
     def _transform_fits(self) -> "SharedRecipe":
+        # Without the unit, which only a federation's statistics have (`aggregator.planning.recipe`).
         if self.transform and (misfit := self.transform.misfit(self.data)):
             raise ValueError(f"the transform needs {misfit}")
         return self

@@ -47,6 +47,7 @@ def complete_version(
         SetupError: the root names no log, or the log on disk is damaged.
         TrustError, FormatError: a researcher could not open the release; nothing was published.
     """
+    # The first root, which researchers have pinned: later ones are reached from it.
     root = (version.publisher.tuf / "1.root.json").read_bytes()
     targets = version.targets(draft.plan_id)
     write_pages(

@@ -62,6 +62,7 @@ def scan(
     from silo.images.command import image_source, read_columns, review_command_of, scan_images
 
     scan_settings = {
+        # None leaves what silo.toml says in force.
         "columns": read_columns(column) if column else None,
         "memory_mib": memory,
         "seconds": seconds,
