@@ -120,6 +120,7 @@ class FlowerCarrier:
             )
         try:
             return decode_reply(message.content, max_bytes=self._max_bytes)
+        # The limit that `main` sets on this process turns a reply that is too large into this error.
         except MemoryError as error:
             raise TransportError(
                 "message",

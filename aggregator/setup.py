@@ -118,6 +118,7 @@ def _build(
     purpose = f"found the federation {settings.name}"
     requests = [
         SigningRequest.to_sign(first_root, purpose, None),
+        # No root is in force yet, so that the draft goes along, which names the holders of `targets`.
         SigningRequest.to_sign(first_targets, purpose, None, first_root),
     ]
     return conduct_ceremony(federation, change, requests, passphrase, act="found", purpose=purpose)

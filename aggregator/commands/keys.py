@@ -100,6 +100,7 @@ def complete(
         say(f"Discarded: {abandon_change(federation)}.")
         return
     secret = federation_passphrase(federation, passphrase_file)
+    # Holders sign `root` and `targets` alone; the federation's own keys sign the rest of the change (docs/adr/0012).
     change = complete_change(federation, secret)
     say(f"In force: {change.purpose}.")
     if change.act == "found":
@@ -121,6 +122,7 @@ def rotate(
     """Replace a key with a new one."""
     from aggregator.keys.rotation import parse_key_name, rotate_key
 
+    # A typing error shows before a passphrase is asked for.
     name = parse_key_name(key)
     federation = Federation(fed).require()
     holders = holders_from(holder, threshold, "--threshold")

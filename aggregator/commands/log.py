@@ -37,6 +37,7 @@ def log(
     from ddm.publishing.witnesses import ask_witnesses
 
     federation = Federation(fed).require()
+    # A key that is no witness's is refused before anything is signed.
     witnesses = witnesses_of(federation)
     # A cosigned copy is of the last checkpoint. Signing what waits would make a newer one, and the copy useless.
     if cosigned is not None:

@@ -136,6 +136,7 @@ def remove(
 
     federation = Federation(fed).require()
     secret = federation_passphrase(federation, passphrase_file)
+    # Where the silo has a role in the plan in force, `targets` is signed again without it.
     removal = remove_silo(federation, silo_id, reason, secret)
     say(
         f"Removed {silo_id}: its card is in registry/removed/, and nothing it sends is accepted any more."

@@ -233,6 +233,7 @@ def _statistic_rows(draft: "Draft") -> Iterator[Row]:
         if terms.delta > 0:
             cost += f", delta {terms.delta:g}"
         cost += f", {statistic.size_in_words()}"
+        # Sketches leave with noise up to this t, which follows from their epsilon.
         if kind == "sketch":
             cost += f", t {draft.cost.t_release:.3f}"
         yield f"  {statistic.name}", cost

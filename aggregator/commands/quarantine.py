@@ -137,6 +137,7 @@ def _admit_accepted(federation: Federation, silo_id: str, reason: str, units: in
     rules = [rule for rule, silos in flagged_silos.items() if silo_id in silos]
     if silo_id not in accepted or not (rules or units):
         raise _nothing_waits(federation, silo_id)
+    # An earlier admission may have lowered the number already.
     present_units = take_inventory(federation).silos[silo_id].counted.units
     counted_units = _counted_units(federation, silo_id, present_units, units)
     if not rules and counted_units == present_units:

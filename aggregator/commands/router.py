@@ -19,6 +19,7 @@ def router(
     from ddm.publishing.router_table import describe_router
 
     federation = Federation(fed).require()
+    # Verified once more: a document or a role that has changed since intake ends the command here.
     inventory = take_inventory(federation)
     units = []
     for silo_id, stated_units in inventory.num_units.items():

@@ -34,6 +34,7 @@ def check_database(path: Path) -> None:
     query = "PRAGMA quick_check(1)"
     if path.stat().st_size > _MAX_DATABASE_BYTES:
         query = "PRAGMA schema_version"
+    # Quoted, since a question mark in the path would begin the URI's options.
     uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
     try:
         # Read-only, since Flower may be writing; a lock of its own is waited for.

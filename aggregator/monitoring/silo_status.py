@@ -217,6 +217,7 @@ def standing(
     # These are over, whatever the silo reports: its report may be older than the receipt.
     if last in ("accepted", "withdrawn"):
         return last
+    # The courier's word, which changes nothing: intake acts on the leave that the silo signed (docs/adr/0043).
     if state == "withdrawn":
         return "leaving"
     if any(submission.verdict == "quarantined" for submission in submissions):

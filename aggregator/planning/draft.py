@@ -73,6 +73,7 @@ def draft_plan(
     """
     carried = public if isinstance(public, CarriedExperts) else None
     training_silos = _choose_training_silos(federation, carried)
+    # With the rotated key where one waits; the plan in force keeps the old one.
     training_cards = cards_for_next_plan(federation, training_silos)
     # Before anything is fitted, which may take minutes.
     check_feasible(recipe, training_cards)

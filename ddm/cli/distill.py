@@ -450,6 +450,7 @@ def _public_images(
 
     opened = distillation.opened
     condition = distillation.condition
+    # Samples in floating point of the plan's shape have been through the plan's transform already.
     image_set = open_image_set(
         data, opened.plan.data, opened.plan.transform, takes_samples=True, subject="public images"
     )

@@ -154,6 +154,7 @@ class EditingOptions:
             return ensemble.sample(num, **how)
         images, known = begin
         if known is None:
+            # `__post_init__` refuses --init without --t-start, so that the time is there.
             return ensemble.image_to_image(images, self.t_start or 1.0, **how)
         if self.corrections is not None:
             how["corrections"] = self.corrections

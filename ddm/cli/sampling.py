@@ -212,6 +212,7 @@ class SamplingJob:
         how = {name: _as_tensor(value) for name, value in self.how.items()}
         how["strategy"] = self.strategy
         how["seed"] = self.seed
+        # A sample's random stream follows from its number and the seed.
         how["numbers"] = numbers
         how["on_progress"] = advance
         # One condition for all samples stays as it is; one for each is reduced to this process's samples.

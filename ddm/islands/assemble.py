@@ -215,6 +215,7 @@ def _sign_island(
 
     # An island has a key of its own, as TUF allows a key in one role only.
     key = island_key(islands_key, plan.plan_id, name)
+    # Class counts are signed with the document, which names their digest.
     signed_files = {
         f"{plan.plan_id}/{file.path}": (file.bytes, file.digest)
         for file in (submission, expert.file)

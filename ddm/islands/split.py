@@ -448,6 +448,7 @@ def _exact_counts(data: DividedData) -> dict[str, Tensor]:
     if isinstance(condition, ClassCondition):
         num_classes = condition.num_classes
         class_N = torch.from_numpy(data.dataset.classes(condition.classes))
+        # As above, in the order of the tensor's axes: island, class, group.
         cell_N = (island_N * num_classes + class_N) * num_groups + data.group_N
         class_counts = torch.bincount(cell_N, minlength=num_islands * num_classes * num_groups)
         tensors["class_counts"] = class_counts.view(num_islands, num_classes, num_groups)

@@ -68,6 +68,7 @@ class TransparencyLog:
             data = read_bounded(entries_path, MAX_ENTRIES * (MAX_ENTRY_BYTES + 1))
         entries = tuple(data.splitlines())
         for number, entry in enumerate(entries, start=1):
+            # For its error, which names the line; hashes alone would only say that something differs.
             parse_entry(entry, f"{entries_path.name}, line {number}")
         if not checkpoint_path.exists():
             return cls(entries)

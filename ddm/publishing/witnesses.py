@@ -160,6 +160,7 @@ def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> Http
         try:
             response = urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s)
         except urllib.error.HTTPError as refusal:
+            # urllib raises for a status that the protocol uses: the answer to 409 is the size to begin from.
             response = refusal
         with response:
             return HttpAnswer(
