@@ -179,6 +179,7 @@ def read_silo(
 
 
 def _last_seen(incoming: Path) -> datetime | None:
+    # `seen` has the time of the last reply of any kind (`aggregator.transfer.delivery`).
     times = [changed_at(incoming / name) for name in ("seen", "status.json")]
     return max((time for time in times if time is not None), default=None)
 
