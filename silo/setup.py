@@ -18,7 +18,14 @@ from ddm.io.locks import locked
 from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
-from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card, Invitation, RotatedCard
+from ddm.protocol.enrolment import (
+    CARD_KIND,
+    MAX_CARD_BYTES,
+    AgreedSize,
+    Card,
+    Invitation,
+    RotatedCard,
+)
 from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
@@ -258,7 +265,7 @@ def make_card(
         unit=privacy.unit,
         silo_id=site.settings().silo_id,
         signing_key=str(key.public),
-        node_key=(site.courier / "node.pub").read_text("utf-8").strip(),
+        node_key=_node_public_key(site),
         created_at=now_utc(),
     )
     # Kept, since plans are compared with what was stated last (`Site.agreed`).
@@ -276,6 +283,15 @@ def with_rotations(card: bytes, rotations: tuple[str, ...]) -> bytes:
 def round_up(num: int) -> int:
     """Return the next power of two, at least 16: so a card reveals how large a cohort is to within a factor of two."""
     return max(MIN_AGREED, 1 << (num - 1).bit_length())
+
+
+def _node_public_key(site: Site) -> str:
+    """Return the courier's public key, which never changes: from the last card, else from the courier's folder."""
+    # Where worker and courier are two users, the worker's user cannot enter the courier's folder.
+    if site.card_path.is_file():
+        data = read_bounded(site.card_path, MAX_CARD_BYTES)
+        return Card.parse(data, subject="private/card.json", limit=MAX_CARD_BYTES).node_key
+    return (site.courier / "node.pub").read_text("utf-8").strip()
 
 
 def _agreed(

@@ -163,7 +163,10 @@ def collect_key_history(federation: Federation, silos: Iterable[str]) -> KeyHist
     num_newest = max(len(chain) for chain in rotations.values())
     while len(history.encode()) > MAX_KEY_HISTORY_BYTES:
         num_newest -= 1
-        newest = {silo_id: chain[-num_newest:] for silo_id, chain in rotations.items()}
+        newest = {}
+        for silo_id, chain in rotations.items():
+            # Counted from the front, since chain[-0:] would be the whole chain.
+            newest[silo_id] = chain[max(len(chain) - num_newest, 0) :]
         history = KeyHistory(silos=newest)
     return history
 

@@ -246,7 +246,11 @@ class IntakeNews:
             if self._path.stat().st_size < self._read_bytes:
                 self._read_bytes = 0
             log.seek(self._read_bytes)
-            lines, newline, _ = log.read(_MAX_NEWS_BYTES).rpartition(b"\n")
+            block = log.read(_MAX_NEWS_BYTES)
+        lines, newline, _ = block.rpartition(b"\n")
+        if not newline and len(block) == _MAX_NEWS_BYTES:
+            # A line longer than a block has no end here. Without this, no later line would ever be logged.
+            lines = block
         self._read_bytes += len(lines) + len(newline)
         for line in lines.decode(errors="replace").splitlines():
             if not replay(line):

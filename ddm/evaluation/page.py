@@ -26,7 +26,7 @@ MAX_PICTURES = 16  # of a sheet
 MAX_PAIRS = 12  # of nearest copies
 MEANINGS: Mapping[str, str] = {
     "fid": "distance of the Gaussians of all features; lower is better, biased upwards by small numbers",
-    "fid_infinity": "FID fid_infinity_of to infinitely many images on both sides",
+    "fid_infinity": "FID extrapolated to infinitely many images on both sides",
     "kid": "squared maximum mean discrepancy; lower is better, unbiased, may be below 0",
     "precision": "share of samples among the reference; low: unlike any real image",
     "recall": "share of the reference among the samples; low: kinds of images are missing",

@@ -32,6 +32,7 @@ from ddm.images.picture import DecodeLimits, Picture
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.images.worker import HEADER, READY
+from ddm.protocol.base import Model
 from ddm.system.process_table import processor_use
 from ddm.system.processes import start_tied
 
@@ -155,20 +156,41 @@ def decode_files(
     """
     remaining = iter(jobs)
     first_jobs = list(islice(remaining, options.num_processes))
+    pending = PendingJobs(chain(first_jobs, remaining))
     processes: list[_DecoderProcess] = []
     try:
         # No more processes than files.
         for _ in first_jobs:
             processes.append(_DecoderProcess(options))
-        yield from _decode_in_turn(processes, chain(first_jobs, remaining), is_cancelled)
+        yield from _decode_in_turn(processes, pending, is_cancelled)
     finally:
         for process in processes:
             process.stop()
 
 
+class PendingJobs:
+    """The jobs that no process has yet."""
+
+    def __init__(self, jobs: Iterator[DecodeJob]) -> None:
+        self._jobs = jobs
+        self._returned: DecodeJob | None = None
+
+    def take(self) -> DecodeJob | None:
+        """Return the next job, or None at the end."""
+        if self._returned is None:
+            return next(self._jobs, None)
+        job = self._returned
+        self._returned = None
+        return job
+
+    def put_back(self, job: DecodeJob) -> None:
+        """Take back the job that was taken last; it is the next one again."""
+        self._returned = job
+
+
 def _decode_in_turn(
     processes: "Sequence[_DecoderProcess]",
-    jobs: Iterator[DecodeJob],
+    jobs: PendingJobs,
     is_cancelled: Callable[[], bool],
 ) -> Iterator[DecodedImage | DecodedFile]:
     if not processes:
@@ -177,7 +199,7 @@ def _decode_in_turn(
     turns = deque[_DecoderProcess]()
     max_buffered_bytes = _MAX_BUFFERED_BYTES // len(processes)
     while not is_cancelled():
-        jobs = _hand_out(jobs, processes, turns)
+        hand_out(jobs, processes, turns)
         if not turns:
             return
         current = turns[0]
@@ -197,23 +219,24 @@ def _decode_in_turn(
             _listen(current, others)
 
 
-def _hand_out(
-    jobs: Iterator[DecodeJob],
+def hand_out(
+    jobs: PendingJobs,
     processes: "Sequence[_DecoderProcess]",
     turns: "deque[_DecoderProcess]",
-) -> Iterator[DecodeJob]:
-    """Give jobs to the processes with the fewest, while there is room; return the jobs that are left."""
+) -> None:
+    """Give jobs to the processes with the fewest, while there is room."""
     while True:
         idlest = min(processes, key=lambda process: process.num_jobs)
         if not idlest.has_room:
-            return jobs
-        job = next(jobs, None)
+            return
+        job = jobs.take()
         if job is None:
-            return jobs
+            return
         if idlest.has_ended and not idlest.num_jobs:
             idlest.restart()
         if not idlest.accept(job):
-            return chain((job,), jobs)
+            jobs.put_back(job)
+            return
         turns.append(idlest)
 
 
@@ -486,17 +509,16 @@ class _DecoderProcess:
         return self._process.wait()
 
 
-def _picture(
-    fields: Mapping[str, list[float] | None], record: PictureRecord, values: bytearray
-) -> Picture:
+class _PictureFields(Model):
+    """What a decoder says of a picture beside its record; see `Picture`."""
+
+    spacing: tuple[float, ...] | None
+    window: tuple[float, float] | None
+    full: tuple[float, float] | None
+
+
+def _picture(answer: object, record: PictureRecord, values: bytearray) -> Picture:
+    # A file may have taken its decoder over, so that these fields are checked as the record is.
+    fields = _PictureFields.model_validate_json(json.dumps(answer))
     array: NDArray[np.generic] = np.frombuffer(values, np.dtype(record.dtype)).reshape(record.shape)
-    spacing = fields["spacing"]
-    return Picture(
-        array, tuple(spacing) if spacing else None, _pair(fields["window"]), _pair(fields["full"])
-    )
-
-
-def _pair(numbers: list[float] | None) -> tuple[float, float] | None:
-    if not numbers:
-        return None
-    return (numbers[0], numbers[1])
+    return Picture(array, fields.spacing or None, fields.window, fields.full)

@@ -59,22 +59,6 @@ class Provenance:
         return f"Provenance of {self.num} samples, {num_changes} changes of experts"
 
 
-def join_provenance(parts: list[Provenance]) -> Provenance:
-    """Return the table of samples that were drawn in parts; it ends where a part's table does not hold all of it."""
-    num_samples = 0
-    samples = []
-    for part in parts:
-        samples.append(part.sample_E + num_samples)
-        num_samples += part.num
-    return Provenance(
-        sample_E=np.concatenate(samples),
-        t_E=np.concatenate([part.t_E for part in parts]),
-        experts_EY=np.concatenate([part.experts_EY for part in parts]),
-        num=num_samples,
-        num_experts=parts[-1].num_experts,
-    )
-
-
 class _Changes(NamedTuple):
     """Samples that changed their experts at one time: their numbers, the time for each, and the experts in bits."""
 

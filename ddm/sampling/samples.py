@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddm.errors import NumericalError
 from ddm.io.pictures import write_samples
-from ddm.sampling.provenance import Provenance, join_provenance
+from ddm.sampling.provenance import Provenance
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,28 +77,6 @@ class Samples:
         return write_samples(
             self.images, owners, Path(path), self.release, self.classes, self.value_range
         )
-
-
-def concatenate(parts: Sequence[Samples]) -> Samples:
-    """Return samples that were drawn in parts, in the order of the parts."""
-    tables = [part.provenance for part in parts if part.provenance is not None]
-    # A table of some parts alone would count its samples from the wrong number.
-    provenance = None
-    if len(tables) == len(parts):
-        provenance = join_provenance(tables)
-    classes: list[str] = []
-    for part in parts:
-        classes.extend(part.classes)
-    return Samples(
-        images=torch.cat([part.images for part in parts]),
-        expert_N=torch.cat([part.expert_N for part in parts]),
-        num_experts=parts[0].num_experts,
-        latents=torch.cat([part.latents for part in parts]),
-        provenance=provenance,
-        release=parts[0].release,
-        classes=tuple(classes),
-        value_range=parts[0].value_range,
-    )
 
 
 def check_finite(x_0: Tensor, expert_N: Tensor, names: Sequence[str]) -> None:

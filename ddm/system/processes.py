@@ -402,6 +402,13 @@ def _is_taken(family: int, address: Any, host: str) -> bool:
                     got="an address of another machine",
                     remedy="Set host in federation.toml to one of this machine.",
                 ) from error
+            if error.errno == errno.EACCES:
+                raise SetupError(
+                    f"port {address[1]}",
+                    expected="a port that this user may listen on",
+                    got="a port that the system keeps for privileged programs",
+                    remedy="Set port in federation.toml to one from 1024 on.",
+                ) from error
             return True
     return False
 

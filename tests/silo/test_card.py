@@ -150,3 +150,16 @@ def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: 
             count_units(source_at(tmp_path / f"{name}.npz", tmp_path / "scans"), patients=False)
     with pytest.raises(MissingFileError):
         count_units(source_at(tmp_path / "nothing.npz", tmp_path / "scans"), patients=False)
+
+
+def test_card_is_made_again_where_the_workers_user_cannot_read_the_couriers_folder(
+    planned: tuple[TinyFederation, str],
+) -> None:
+    tiny, _ = planned
+    site = tiny.sites[SILO]
+    node_key = (site.courier / "node.pub").read_text("utf-8").strip()
+    # The tests may run as root, which no mode keeps out, so that the file itself is absent.
+    (site.courier / "node.pub").unlink()
+    key = tiny.key(SILO)
+    payload, _ = open_sealed(make_card(site, key), CARD_KIND, key.public, MAX_CARD_BYTES)
+    assert Card.parse(payload, subject="card").node_key == node_key

@@ -50,6 +50,18 @@ def test_lines_of_intake_are_logged_once_and_records_under_their_own_name(
     assert caplog.messages[-1] == "half a line"
 
 
+def test_line_longer_than_a_block_does_not_stop_the_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "intake.log"
+    log.touch()
+    news = IntakeNews(log)
+    log.write_text("x" * 200_000 + "\nthe line after it\n")
+    for _ in range(5):
+        news.log_new()
+    assert caplog.messages[-1] == "the line after it"
+
+
 @pytest.mark.parametrize(
     ("verbose", "as_json", "expected"),
     [

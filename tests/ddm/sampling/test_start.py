@@ -25,8 +25,7 @@ from ddm.ensemble import (
 )
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.sampling.options import sampling_keywords
-from ddm.sampling.provenance import ProvenanceLog, join_provenance
-from ddm.sampling.samples import concatenate
+from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.trajectories import draw_noise
 from tests.support.case import case
 from tests.support.errors import has_subject
@@ -243,11 +242,11 @@ def test_provenance_tells_each_change_and_is_bounded(monkeypatch: pytest.MonkeyP
         )
         for half in halves
     ]
-    both = concatenate(parts)
-    assert [both.provenance[i] for i in range(300)] == [table[i] for i in range(300)]  # type: ignore[index]
-    assert torch.equal(both.expert_N, drawn.expert_N) and "300 samples" in repr(
-        join_provenance([table])
-    )
+    for part, half in zip(parts, halves, strict=True):
+        assert part.provenance is not None
+        assert [part.provenance[i] for i in range(150)] == [table[i] for i in half]
+    assert torch.equal(torch.cat([part.expert_N for part in parts]), drawn.expert_N)
+    assert "300 samples" in repr(table)
     monkeypatch.setattr("ddm.sampling.provenance.MAX_BYTES", 17 * 8 * 20)
     few = exact(chunk_size=16).sample(300, strategy="sample", steps=8).provenance
     assert few is not None and len(few) == 20

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,34 @@ def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(
             and "RuntimeError" in view.problem
             and "thought" not in view.problem
         )
+
+
+class FullDecoder:
+    """A decoder whose queue takes no request before it was asked very often."""
+
+    num_jobs = 0
+    has_room = True
+    has_ended = False
+
+    def __init__(self, num_refusals: int) -> None:
+        self.num_refusals = num_refusals
+        self.accepted: list[str] = []
+
+    def accept(self, job: DecodeJob) -> bool:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            return False
+        self.accepted.append(job.path)
+        self.has_room = False
+        return True
+
+
+def test_job_that_is_refused_very_often_is_still_the_next_one() -> None:
+    # An iterator that is wrapped once for each refusal overflows the interpreter's stack at about 400,000.
+    decoder: Any = FullDecoder(num_refusals=1_000_000)
+    jobs = workers.PendingJobs(iter([job("a"), job("b")]))
+    turns: Any = deque()
+    while not turns:
+        workers.hand_out(jobs, [decoder], turns)
+    assert decoder.accepted == ["a"]
+    assert jobs.take() == job("b")
