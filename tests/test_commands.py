@@ -432,6 +432,8 @@ def test_verify_pins_a_silo_key_and_refuses_another(
     assert "by the key you pinned" in done.out
     assert run("ddm", "verify", *look, "--silo-key", f"north={keys['east']}").code == 11
     assert run("ddm", "verify", *look, "--silo-key", "north").code == 3
+    twice = [f"--silo-key=north={keys[silo]}" for silo in ("east", "north")]
+    assert run("ddm", "verify", *look, *twice).code == 3
     assert run("ddm", "verify", *look, "--silo-key", f"south={keys['east']}").code == 17
 
 

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from ddm.trust.log.witness import Witnesses
 
 # The panels of the help.
-WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "MachineOptions"
+WHAT = "What to sample"
+HOW = "How to sample"
+TRUST = "Verification"
+MACHINE = "Machine"
 
 # A published release and its root of trust.
 ReleaseArgument = Annotated[Path, typer.Argument(metavar="RELEASE", help="The published folder.")]
@@ -467,7 +470,7 @@ def pins(silo_key: list[str] | None, flag: str = "--silo-key") -> dict[str, str]
     """Read fingerprints by silo.
 
     Raises:
-        SetupError: one that is not ID=FINGERPRINT.
+        SetupError: one that is not ID=FINGERPRINT, or two for one silo.
     """
     from ddm.trust.keys import parse_fingerprint
 
@@ -477,6 +480,11 @@ def pins(silo_key: list[str] | None, flag: str = "--silo-key") -> dict[str, str]
         if not equals or not silo_id:
             raise SetupError(
                 flag, expected="ID=FINGERPRINT, 64 hexadecimal digits", got=repr(text[:100])
+            )
+        # Of two different pins the second would win without a word.
+        if silo_id in pins:
+            raise SetupError(
+                flag, expected="one fingerprint for each silo", got=f"two for {silo_id[:100]!r}"
             )
         pins[silo_id] = parse_fingerprint(fingerprint)
     return pins
