@@ -93,10 +93,6 @@ ROOMS = {
     },
 }
 
-# The only arrow upwards: a document of an architecture finds its network in a method, which imports it late
-# (docs/adr/0070-a-document-finds-its-network.md).
-LATE_ARROW = ("ddm/protocol/architecture.py", "ddm.models")
-
 # Who may import a framework; everyone else goes through these files.
 DOORS = {
     "flwr": {
@@ -186,11 +182,7 @@ def arrows(package: str) -> dict[str, set[str]]:
         room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
         if room == "__init__" or "flower_app" in path.parts:
             continue
-        source, late_target = LATE_ARROW
-        modules = imported_names(path)
-        if name(path) == source:
-            modules = (module for module in modules if not module.startswith(late_target))
-        targets = {room_of(module, package) for module in modules}
+        targets = {room_of(module, package) for module in imported_names(path)}
         found.setdefault(room, set()).update(
             target for target in targets if target not in (None, room)
         )  # type: ignore[misc]
@@ -218,13 +210,6 @@ def test_arrows_between_rooms_are_those_of_the_floor_plan_and_run_downwards(pack
         if order.index(target) <= order.index(room)
     }
     assert not upwards
-
-
-def test_the_arrow_upwards_is_followed_late() -> None:
-    source, target = LATE_ARROW
-    path = ROOT / source
-    assert any(module.startswith(target) for module in imports(path))
-    assert not any(module.startswith(target) for module in imports(path, lazily=False))
 
 
 def test_every_room_says_in_one_sentence_what_it_is() -> None:

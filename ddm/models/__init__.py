@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm.io.tensors import TensorSpec, load_tensors
-from ddm.models.network import ExpertNetwork, NetworkSize, num_parameters, size_of
+from ddm.models.network import (
+    ExpertNetwork,
+    NetworkSize,
+    build_network,
+    num_parameters,
+    size_of,
+)
 from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
@@ -59,7 +65,7 @@ def build_expert(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return architecture.build_network(tuple(shape), condition)
+        return build_network(architecture, tuple(shape), condition)
 
 
 def expected_tensors(
@@ -95,7 +101,7 @@ def empty_expert(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    return architecture.build_network(tuple(shape), condition, device="meta")
+    return build_network(architecture, tuple(shape), condition, device="meta")
 
 
 def load_expert(
@@ -177,7 +183,7 @@ def _on_meta(
     # Under the context, what a network computes when it is built, such as positions, takes no memory either. The bounds
     # of a document keep every size within the range of torch's counters.
     with torch.device("meta"):
-        return architecture.build_network(tuple(shape), condition)
+        return build_network(architecture, tuple(shape), condition)
 
 
 def _specs_of(expert: nn.Module) -> dict[str, TensorSpec]:

@@ -231,3 +231,6 @@ class DitBlock(nn.Module):
             k_BAND = self.norms[1](k_BAND)
         out: Tensor = self.project(attend(q_BAND, k_BAND, v_BAND))
         return out
+
+
+NETWORK = DitNetwork

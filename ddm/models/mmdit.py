@@ -288,3 +288,6 @@ def _split_and_normalise(kvq: Tensor, norms: nn.ModuleList, heads: int) -> list[
     if len(norms) == 2:
         parts[2] = norms[1](parts[2])
     return parts
+
+
+NETWORK = MmditNetwork

@@ -2,8 +2,11 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from importlib import import_module
 
 from torch import nn
+
+from ddm.protocol.architecture import Architecture, Condition, Shape
 
 FLOAT_BYTES = 4
 # Of a weight in training: itself, its gradient, two moments, its average, and the average as it is written to disk.
@@ -71,6 +74,26 @@ class ExpertNetwork(nn.Module, ABC):
     @abstractmethod
     def activations(self) -> Activations:
         """Return how many values one sample takes, by arithmetic; the network may be on the meta device."""
+
+
+def build_network(
+    architecture: Architecture, shape: Shape, condition: Condition, device: str | None = None
+) -> ExpertNetwork:
+    """Build the network of an architecture: `NETWORK` in ``ddm/models/<kind>.py``.
+
+    Args:
+        architecture: its document. The kind is a literal of this document, never free text, and so is the module.
+        shape: one sample in the experts' space.
+        condition: the kind of condition that it takes.
+        device: where the weights are created; on ``meta`` they have no memory, and the caller assigns them.
+
+    Raises:
+        ShapeError: the architecture does not fit the shape or the condition.
+        SetupError: the architecture needs a library that is not installed.
+    """
+    module = import_module(f"ddm.models.{architecture.kind}")
+    network: ExpertNetwork = module.NETWORK(architecture, shape, condition, device)
+    return network
 
 
 def size_of(network: ExpertNetwork) -> NetworkSize:

@@ -238,3 +238,6 @@ def _monai_unet(architecture: Unet, shape: Shape, condition: Condition) -> nn.Mo
         use_flash_attention=True,
     )
     return net
+
+
+NETWORK = UnetNetwork

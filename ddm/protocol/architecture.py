@@ -1,20 +1,17 @@
 """The architectures and the kinds of condition that an expert may have: fields with bounds. Imports no torch.
 
-Each architecture is one class here, its document, and one file of `ddm/models`, its network. The document builds the
-network in a method that imports it late, so that a plan is read without torch (docs/adr/0070).
+Each architecture is one class here, its document, and one file of `ddm/models`, its network: the module that has the
+name of the kind. So a plan is read without torch (docs/adr/0070).
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.errors import ShapeError
 from ddm.protocol.base import File, Model
 from ddm.protocol.classes import Classes, find_naming_fault
-
-if TYPE_CHECKING:
-    from ddm.models.network import ExpertNetwork
 
 Shape = tuple[int, ...]
 
@@ -107,23 +104,6 @@ class ExpertArchitecture(Model, ABC):
     @abstractmethod
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """Return what the sample's shape or the condition must be, or None where both fit."""
-
-    @abstractmethod
-    # A plan is checked on machines without torch, so that networks are imported in this method only (docs/adr/0070).
-    def build_network(
-        self, shape: Shape, condition: Condition, device: str | None = None
-    ) -> "ExpertNetwork":
-        """Build the network; import it here, not above.
-
-        Args:
-            shape: one sample in the experts' space.
-            condition: the kind of condition that it takes.
-            device: where the weights are created; on ``meta`` they have no memory, and the caller assigns them.
-
-        Raises:
-            ShapeError: the architecture does not fit the shape or the condition.
-            SetupError: the architecture needs a library that is not installed.
-        """
 
     @property
     def usual_learning_rate(self) -> float | None:
@@ -238,14 +218,6 @@ class Dit(ExpertTransformer):
     kind: Literal["dit"] = "dit"
     qk_norm: bool = False
 
-    def build_network(
-        self, shape: Shape, condition: Condition, device: str | None = None
-    ) -> "ExpertNetwork":
-        """See `ExpertArchitecture`."""
-        from ddm.models.dit import DitNetwork
-
-        return DitNetwork(self, shape, condition, device)
-
     @classmethod
     def published_size(cls, name: str) -> Self:
         """Return a published size by its name: S, B, L or XL, then the side of a patch, as in ``XL/2``.
@@ -288,14 +260,6 @@ class Mmdit(ExpertTransformer):
                 f"the condition text, not {condition.kind}: without texts use the architecture dit"
             )
         return super().misfit(shape, condition)
-
-    def build_network(
-        self, shape: Shape, condition: Condition, device: str | None = None
-    ) -> "ExpertNetwork":
-        """See `ExpertArchitecture`."""
-        from ddm.models.mmdit import MmditNetwork
-
-        return MmditNetwork(self, shape, condition, device)
 
     @classmethod
     def published_size(cls, name: str) -> Self:
@@ -370,14 +334,6 @@ class Unet(ExpertArchitecture):
         if any(side % halved for side in shape[1:]):
             return f"sides that are multiples of {halved} for {len(self.channels)} levels, not {shape[1:]}"
         return None
-
-    def build_network(
-        self, shape: Shape, condition: Condition, device: str | None = None
-    ) -> "ExpertNetwork":
-        """See `ExpertArchitecture`."""
-        from ddm.models.unet import UnetNetwork
-
-        return UnetNetwork(self, shape, condition, device)
 
 
 # The architectures that a plan, a policy and a recipe may name.

@@ -2,6 +2,8 @@
 
 import resource
 import time
+from importlib import import_module
+from typing import get_args
 
 import pytest
 from torch import nn
@@ -11,6 +13,7 @@ from ddm.models.adaptation import adapt, num_added_parameters
 from ddm.models.network import ExpertNetwork
 from ddm.protocol.architecture import (
     Architecture,
+    ArchitectureKind,
     ClassCondition,
     Condition,
     Dit,
@@ -139,3 +142,12 @@ def test_every_value_of_the_widest_layer_is_counted() -> None:
     architecture = Dit(patch=1, hidden=8192, depth=128, heads=128)
     size = network_size(architecture, (1, 65536, 65536), NONE)
     assert size.activations.widest == 8192 * 65536**2
+
+
+def test_every_kind_of_architecture_has_one_document_and_one_network() -> None:
+    union, _ = get_args(Architecture)
+    documents = {document.model_fields["kind"].default: document for document in get_args(union)}
+    assert set(documents) == set(get_args(ArchitectureKind))
+    for kind in documents:
+        network = import_module(f"ddm.models.{kind}").NETWORK
+        assert issubclass(network, ExpertNetwork)
