@@ -12,8 +12,8 @@ import typer
 
 from ddm.cli.editing_options import read_interval
 from ddm.cli.evaluated_conditions import (
+    EvaluatedConditions,
     ReferenceConditionOptions,
-    SampleConditions,
     conditions_for,
     select_class,
 )
@@ -400,7 +400,7 @@ def _conditions_bytes(plan: "Plan", num_samples: int, text_encoder: Path | None)
 
 
 def _compare_with_class(
-    comparison: EvaluationReference, conditions: "SampleConditions", condition: "Condition"
+    comparison: EvaluationReference, conditions: "EvaluatedConditions", condition: "Condition"
 ) -> EvaluationReference:
     """Return the comparison with real images of the samples' class alone, where all samples are of one."""
     label = conditions.value

@@ -65,7 +65,7 @@ class ReferenceConditionOptions:
 
 
 @dataclass(frozen=True)
-class SampleConditions:
+class EvaluatedConditions:
     """The conditions of samples.
 
     Attributes:
@@ -87,7 +87,7 @@ def conditions_for(
     seed: int,
     *,
     counted: bool,
-) -> SampleConditions:
+) -> EvaluatedConditions:
     """Return the condition of each of `num` samples.
 
     Args:
@@ -126,7 +126,7 @@ def conditions_for(
             got="experts without",
             remedy=f"Leave {options.flag} out.",
         )
-    return SampleConditions(None, "without a condition")
+    return EvaluatedConditions(None, "without a condition")
 
 
 def _class_conditions(
@@ -137,7 +137,7 @@ def _class_conditions(
     seed: int,
     *,
     counted: bool,
-) -> SampleConditions:
+) -> EvaluatedConditions:
     import torch
 
     from ddm.evaluation.reference import classes_of
@@ -152,7 +152,7 @@ def _class_conditions(
             return _one_class(str(label), condition, label_M)
         if label_M is not None:
             words = "each under the class of a reference image"
-            return SampleConditions(label_M[_in_turn(len(label_M), num, seed)], words)
+            return EvaluatedConditions(label_M[_in_turn(len(label_M), num, seed)], words)
         if label == "data":
             raise SetupError(
                 "--class data",
@@ -164,11 +164,13 @@ def _class_conditions(
     if label == "equal" or (label is None and counted and not condition.drop):
         classes = torch.arange(condition.num_classes)
         words = f"all {condition.num_classes} classes equally often"
-        return SampleConditions(classes[_in_turn(len(classes), num, seed)], words)
+        return EvaluatedConditions(classes[_in_turn(len(classes), num, seed)], words)
     return _no_condition("class", condition)
 
 
-def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -> SampleConditions:
+def _one_class(
+    text: str, condition: ClassCondition, label_M: "Tensor | None"
+) -> EvaluatedConditions:
     label = condition.classes.number(text)
     if label is None:
         expected = f"{', '.join(_WAYS)}, or a class, {condition.classes.words()}"
@@ -176,9 +178,9 @@ def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -
     # Samples of one class are compared with real images of that class where the reference has labels.
     name = condition.classes.name(label)
     if label_M is None:
-        return SampleConditions(label, f"class {name}, against all reference images")
+        return EvaluatedConditions(label, f"class {name}, against all reference images")
     of_class = _images_of_class(label, condition, label_M, "reference")
-    return SampleConditions(label, f"class {name}, against reference images of it", of_class)
+    return EvaluatedConditions(label, f"class {name}, against reference images of it", of_class)
 
 
 def select_class(label: int, condition: ClassCondition, holdout: "Reference") -> "Reference":
@@ -222,7 +224,7 @@ def _text_conditions(
     reference: "Reference",
     num: int,
     seed: int,
-) -> SampleConditions:
+) -> EvaluatedConditions:
     if options.text_encoder is None:
         return _no_condition("text", condition)
     import numpy as np
@@ -232,7 +234,7 @@ def _text_conditions(
     from ddm.evaluation.reference import captions_of
 
     if options.text is not None:
-        return SampleConditions(
+        return EvaluatedConditions(
             encode_text(options.text, options.text_encoder, condition), "one text"
         )
     captions = captions_of(reference)
@@ -247,12 +249,12 @@ def _text_conditions(
     distinct, place_N = np.unique(np.array(chosen), return_inverse=True)
     encoder = open_text_encoder(options.text_encoder, condition)
     vectors = encoder.encode([str(caption) for caption in distinct])
-    return SampleConditions(
+    return EvaluatedConditions(
         vectors[torch.from_numpy(place_N)], "each under the caption of a reference image"
     )
 
 
-def _no_condition(kind: str, condition: Condition) -> SampleConditions:
+def _no_condition(kind: str, condition: Condition) -> EvaluatedConditions:
     """Return the null condition.
 
     Raises:
@@ -262,7 +264,7 @@ def _no_condition(kind: str, condition: Condition) -> SampleConditions:
     if kind == "class":
         remedy = "Give --class data or --class equal."
     check_null(condition, "condition", remedy)
-    return SampleConditions(None, f"without a {kind}")
+    return EvaluatedConditions(None, f"without a {kind}")
 
 
 def _in_turn(count: int, num: int, seed: int) -> "Tensor":

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ddm.protocol.base import Model
-from ddm.protocol.manifest import Evaluation
+from ddm.protocol.manifest import PublishedFigure
 
 Interval = tuple[float, float, float]
 """A figure with the ends of its 95% interval."""
@@ -43,14 +43,14 @@ class CalibrationBand(Model):
     after: Interval
     bins: tuple[ReliabilityBin, ...] = ()
 
-    def evaluations(self) -> Iterator[Evaluation]:
+    def evaluations(self) -> Iterator[PublishedFigure]:
         """Yield the figures as a manifest lists them."""
         for name, (value, low, high) in ((_AFTER, self.after), (_BEFORE, self.before)):
             metric = f"{name}_t_{self.low:.2f}_{self.high:.2f}"
-            yield Evaluation(metric=metric, value=value, low=low, high=high)
+            yield PublishedFigure(metric=metric, value=value, low=low, high=high)
 
 
-def calibration_bands(evaluation: Iterable[Evaluation]) -> list[CalibrationBand]:
+def calibration_bands(evaluation: Iterable[PublishedFigure]) -> list[CalibrationBand]:
     """Read the bands back from a manifest's evaluation, by noise level; those without both figures are left out."""
     before: dict[tuple[float, float], Interval] = {}
     after: dict[tuple[float, float], Interval] = {}

@@ -131,7 +131,7 @@ class PublishedRouter(Model):
     file: File
 
 
-class Evaluation(Model):
+class PublishedFigure(Model):
     """One metric with its 95% interval."""
 
     metric: ShortText
@@ -173,7 +173,7 @@ class Manifest(Document):
     silos: Annotated[tuple[PublishedSilo, ...], Field(min_length=1, max_length=MAX_SILOS)]
     experts: Annotated[tuple[PublishedExpert, ...], Field(min_length=1, max_length=MAX_EXPERTS)]
     router: PublishedRouter
-    evaluation: Annotated[tuple[Evaluation, ...], Field(max_length=1024)]
+    evaluation: Annotated[tuple[PublishedFigure, ...], Field(max_length=1024)]
     files: Annotated[tuple[File, ...], Field(max_length=1024)]
 
     @property

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt, SiloId
 from ddm.protocol.calibration import CalibrationBand, Interval
-from ddm.protocol.manifest import Evaluation, PublishedRouter
+from ddm.protocol.manifest import PublishedFigure, PublishedRouter
 from ddm.protocol.routers import RouterKind
 
 # Two routers that answer the same differ by rounding, with an interval that is as narrow.
@@ -102,7 +102,7 @@ class RouterReport(Document):
             file=self.router,
         )
 
-    def evaluations(self) -> tuple[Evaluation, ...]:
+    def evaluations(self) -> tuple[PublishedFigure, ...]:
         """Return the figures for a manifest."""
         gain_metric = f"router_cross_entropy_{self.published}_minus_prior_{self.judged_on}"
         evaluations = [_evaluation(gain_metric, self.minus_prior)]
@@ -123,6 +123,6 @@ class RouterReport(Document):
         return tuple(evaluations)
 
 
-def _evaluation(metric: str, figure: Interval) -> Evaluation:
+def _evaluation(metric: str, figure: Interval) -> PublishedFigure:
     value, low, high = figure
-    return Evaluation(metric=metric, value=value, low=low, high=high)
+    return PublishedFigure(metric=metric, value=value, low=low, high=high)

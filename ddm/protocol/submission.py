@@ -198,7 +198,10 @@ class Submission(Document):
     @property
     def class_counts(self) -> File | None:
         """Its noised class counts, None for a plan without them."""
-        return next((each.file for each in self.statistics if each.kind == "class_counts"), None)
+        for statistic in self.statistics:
+            if statistic.kind == "class_counts":
+                return statistic.file
+        return None
 
     @model_validator(mode="after")
     def _audit_lets_it_leave(self) -> "Submission":

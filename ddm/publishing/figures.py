@@ -35,7 +35,7 @@ STRATEGY_TITLES = {
 
 
 @dataclass(frozen=True)
-class Picture:
+class ReleasePicture:
     """One image, inlined, and the index of its silo."""
 
     source: str
@@ -54,7 +54,7 @@ class PictureSheet:
 
     title: str
     silo: int | None
-    pictures: tuple[Picture, ...]
+    pictures: tuple[ReleasePicture, ...]
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,13 @@ def draw_for_report(
 
 def inline_pictures(
     drawn: DrawnImages, num: int, value_range: tuple[float, float]
-) -> tuple[Picture, ...]:
+) -> tuple[ReleasePicture, ...]:
     """Inline the first `num` images as small PNGs; empty if they are neither grey nor colour."""
     # Images of other channels than grey and colour have no pictures.
     sources = inline(drawn.images[:num], value_range)
-    return tuple(Picture(source, silo) for source, silo in zip(sources, drawn.silo_N, strict=False))
+    return tuple(
+        ReleasePicture(source, silo) for source, silo in zip(sources, drawn.silo_N, strict=False)
+    )
 
 
 def stack_areas(posterior: Sequence[Sequence[float]], first: int) -> tuple[PosteriorArea, ...]:

@@ -16,8 +16,9 @@ from ddm.publishing.folder import MAX_TUF_BYTES, PublisherFolder
 
 def newest_version(publisher: PublisherFolder) -> int:
     """Return the highest version that is published, 0 before the first."""
-    found = (int(path.name) for path in publisher.releases.glob("[1-9]*") if path.name.isdigit())
-    return max(found, default=0)
+    folders = publisher.releases.glob("[1-9]*")
+    versions = (int(path.name) for path in folders if path.name.isdigit())
+    return max(versions, default=0)
 
 
 def release_folder(publisher: PublisherFolder, version: int) -> Path:
@@ -47,13 +48,13 @@ def check_none_lost(publisher: PublisherFolder) -> None:
         for name, target in _signed(publisher.tuf / "release.json")["targets"].items()
         if name.endswith("/manifest.json")
     ]
-    found = manifest_digest(publisher, newest_version(publisher))
+    newest_digest = manifest_digest(publisher, newest_version(publisher))
     # A second release with the same number would look to readers like a rollback or a split view.
-    if listed and listed != [found]:
+    if listed and listed != [newest_digest]:
         raise SetupError(
             "releases/",
             expected=f"the version signed last, whose manifest.json has sha256 {' or '.join(listed)}",
-            got=f"sha256 {found} in the newest version" if found else "no version",
+            got=f"sha256 {newest_digest} in the newest version" if newest_digest else "no version",
             remedy="Restore releases/ from backup: a version number is never used twice.",
         )
 

@@ -23,7 +23,7 @@ _FLOOR = 1e-9
 
 
 @dataclass(frozen=True)
-class Estimate:
+class HistogramEstimate:
     """What a noised histogram says of the true one.
 
     Attributes:
@@ -43,7 +43,7 @@ def expected_by_likeness(
     epsilon: float,
     weight_G: NDArray[np.float64],
     mean_GR: Tensor,
-) -> list[Estimate]:
+) -> list[HistogramEstimate]:
     """Estimate each silo's histogram with a prior that follows its own counts in like groups, where that fits better.
 
     A silo that holds more than the public share of one group holds more of those like it. The prior share of a group is
@@ -89,7 +89,7 @@ def _likenesses(mean_GR: Tensor, weight_G: NDArray[np.float64]) -> Iterator[NDAr
 
 def expected_counts(
     noisy_G: NDArray[np.int64], num_units: int, epsilon: float, weight_G: NDArray[np.float64]
-) -> Estimate:
+) -> HistogramEstimate:
     """Estimate a noised histogram's true counts.
 
     Each cell's prior is beta-binomial around `weight_G`; its concentration maximises the marginal likelihood of
@@ -124,7 +124,9 @@ def expected_counts(
         deviations.append(np.sqrt(variance_G))
     mean_G = np.concatenate(means)
     deviation_G = np.concatenate(deviations)
-    return Estimate(mean_G * (num_units / mean_G.sum()), deviation_G, float(evidence_A.max()))
+    return HistogramEstimate(
+        mean_G * (num_units / mean_G.sum()), deviation_G, float(evidence_A.max())
+    )
 
 
 def likely_counts(num_units: int, epsilon: float) -> int:

@@ -178,7 +178,7 @@ class Inpainting:
     def _noise(self, x_B: Tensor) -> Tensor:
         """Return new noise, of each sample's own stream."""
         shape = tuple(x_B.shape[1:])
-        rows = [each.standard_normal(shape, dtype=np.float32) for each in self.generators]
+        rows = [generator.standard_normal(shape, dtype=np.float32) for generator in self.generators]
         return torch.from_numpy(np.stack(rows)).to(x_B)
 
 

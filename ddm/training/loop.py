@@ -31,7 +31,7 @@ from ddm.training.distributed import TrainingProcess, training_process
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
-from ddm.training.state import State
+from ddm.training.state import TrainingState
 
 PROGRESS_STEPS = 10
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def train(
         labels: each image's class, int64 (N,), or text, float32 (N, L, D_text).
         drop: probability with which a step hides an image's label from the model.
         engine: this machine's.
-        stops: see `ddm.training.state.State`.
+        stops: see `ddm.training.state.TrainingState`.
         teach: replaces the target at a step's x_t, as in `ddm.distillation.distill`; None trains on the images' own.
         private: trains privately, see `ddm.training.private`; without a teacher.
 
@@ -154,7 +154,7 @@ def train(
     # Before the first step: the digest covers the initial weights.
     checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
     flops = num_samples * _flops(model, examples, settings, num_tokens)
-    state = State(model, settings, process, engine.accumulate, stops=stops)
+    state = TrainingState(model, settings, process, engine.accumulate, stops=stops)
     state.restore(checkpoints)
     steps_of_averages = kept_steps(settings)
     started_at = time.monotonic()
@@ -225,7 +225,7 @@ class _Steps(Protocol):
 class _BatchSteps:
     """Draws the batch of each step, and takes it."""
 
-    state: State
+    state: TrainingState
     examples: Examples
     path: Path
     prediction: Prediction

@@ -62,9 +62,9 @@ class PlannedExpert:
         number: which of the silo's experts, or which island: its seed follows from it.
         base: the expert that it starts from; None for random weights.
         engine: how this machine trains.
-        stops: whether a gradient that is not finite ends the training, see `ddm.training.state.State`, and whether
-            weights that no reader takes are an error. At a silo they do not: the plan's weights may overflow, or cross
-            the bound, for one image, and a stop would show it.
+        stops: whether a gradient that is not finite ends the training, see `ddm.training.state.TrainingState`, and
+            whether weights that no reader takes are an error. At a silo they do not: the plan's weights may overflow,
+            or cross the bound, for one image, and a stop would show it.
         paid: private training, as the ledger paid for it.
     """
 

@@ -30,7 +30,7 @@ from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.augmentation import augmented
 from ddm.training.batches import Examples, draw_times, hide, rows
 from ddm.training.config import Engine
-from ddm.training.state import State
+from ddm.training.state import TrainingState
 from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 
 # Steps of the grid in the clipping norm: float32 holds every whole number up to it.
@@ -155,7 +155,7 @@ class PrivateSteps:
 
     def __init__(
         self,
-        state: State,
+        state: TrainingState,
         private: PrivateTraining,
         examples: Examples,
         path: Path,

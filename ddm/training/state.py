@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LOSS_DECAY = 0.99
 
 
-class State:
+class TrainingState:
     """The weights, their average, the optimizer's moments, the smoothed loss and the number of steps.
 
     Args:

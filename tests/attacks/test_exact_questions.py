@@ -37,7 +37,7 @@ from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.distributed import training_process
 from ddm.training.loop import train
-from ddm.training.state import State
+from ddm.training.state import TrainingState
 from silo.data.declared import check_values, facts_of
 from silo.data.transformed import LEFT_OUT, NOT_TAKEN
 from silo.plan import acceptance
@@ -525,7 +525,7 @@ def test_sum_of_losses_that_overflows_stops_no_silo() -> None:
     """Each image's is finite, and so is each gradient; of public data it is an error."""
     for stops in (False, True):
         machine = training_process(Engine(device="cpu"))
-        state = State(
+        state = TrainingState(
             nn.Linear(2, 1), training(num_steps=30, batch_size=2), machine, 1, stops=stops
         )
         for share in (1.0, torch.inf, 3e38):

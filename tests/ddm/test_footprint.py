@@ -40,7 +40,7 @@ from ddm.training.batches import Examples
 from ddm.training.config import Engine
 from ddm.training.distributed import training_process
 from ddm.training.private import PrivateSteps, PrivateTraining
-from ddm.training.state import State
+from ddm.training.state import TrainingState
 from tests.support.documents import plan_document, to_bytes
 
 NONE = NoCondition()
@@ -149,7 +149,7 @@ def test_memory_of_a_private_step_is_bracketed() -> None:
     model = build_expert(expert.architecture, asked.expert_shape)
 
     def step() -> None:
-        state = State(model, expert.training, training_process(Engine(device="cpu")), 1)
+        state = TrainingState(model, expert.training, training_process(Engine(device="cpu")), 1)
         steps = PrivateSteps(state, private, images, LinearPath(), "velocity", UniformT())
         steps.advance(steps.draw(0))
 

@@ -112,7 +112,7 @@ FREE_TEXT = {
         "Manifest.cite",
     ),
     *(
-        "Evaluation.metric",
+        "PublishedFigure.metric",
         "RouterReport.reason",
         "RefusedVerdict.reason",
         "WithdrawnVerdict.reason",

@@ -157,7 +157,7 @@ def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
         def stop(*arguments: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("ddm.training.state.State.advance", stop)
+        monkeypatch.setattr("ddm.training.state.TrainingState.advance", stop)
         out = tmp_path / f"{type(error).__name__}.safetensors"
         code = distilled(published, out, "--num", 5, "--steps", 2)
         told[code] = capsys.readouterr().err

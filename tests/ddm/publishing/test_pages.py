@@ -497,7 +497,7 @@ def test_areas_of_a_stack_fill_the_chart_without_overlap() -> None:
 
 
 def test_large_images_are_made_small_and_other_channels_are_left_out() -> None:
-    def first(images: Tensor) -> tuple[figures.Picture, ...]:
+    def first(images: Tensor) -> tuple[figures.ReleasePicture, ...]:
         return figures.inline_pictures(
             drawing.DrawnImages(images, (0,) * len(images)), 8, (0.0, 1.0)
         )

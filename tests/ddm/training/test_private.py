@@ -33,7 +33,7 @@ from ddm.training.private import (
     noise_of,
     sensitivity,
 )
-from ddm.training.state import State
+from ddm.training.state import TrainingState
 from ddm.training.unit_gradients import UnitSamples
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
@@ -241,7 +241,9 @@ def test_what_a_unit_goes_through_depends_on_no_other_unit() -> None:
     ):
         images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0))[-len(unit_N) :]
         model = build_expert(plan.expert.architecture, SHAPE, seed=0)
-        state = State(model, plan.expert.training, training_process(Engine(device="cpu")), 1)
+        state = TrainingState(
+            model, plan.expert.training, training_process(Engine(device="cpu")), 1
+        )
         source = private(unit_N=unit_N, units_per_step=14)
         drawn.append(
             PrivateSteps(
@@ -285,7 +287,7 @@ class Patients:
             # ten times that of a start
             spread = 10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1
             weight.data = torch.randn(weight.shape, generator=random) * spread
-        state = State(model, training(), training_process(Engine(device="cpu")), 1)
+        state = TrainingState(model, training(), training_process(Engine(device="cpu")), 1)
         source, sums = private(unit_N=unit_N), []
 
         def seen(*given: object) -> dict[str, Tensor]:
@@ -333,7 +335,7 @@ def test_process_that_computes_a_unit_does_not_depend_on_who_else_enters(
 ) -> None:
     """Processes may have different devices, whose rounding differs."""
     plan = wanted().expert.plan
-    state = State(
+    state = TrainingState(
         build_expert(plan.expert.architecture, SHAPE, seed=0),
         plan.expert.training,
         training_process(Engine()),

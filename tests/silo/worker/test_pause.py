@@ -12,7 +12,7 @@ import torch
 
 from ddm.system.processes import program
 from ddm.training.loop import Progress
-from ddm.training.state import State as Training
+from ddm.training.state import TrainingState
 from silo.config import Site
 from silo.worker.pause import is_halted, pause, present_pause, resume
 from silo.worker.progress import ProgressMeter, read_note
@@ -64,16 +64,16 @@ def test_training_that_is_paused_goes_on_at_the_next_step_and_ends_with_the_undi
     site, control = tiny.sites[SILO], tiny.copy(tmp_path / "control")
     control.work(SILO)
     stopping, waited, steps = threading.Event(), list[str](), list[int]()
-    advance = Training.advance
+    advance = TrainingState.advance
 
-    def counted(self: Training, *words: object) -> None:
+    def counted(self: TrainingState, *words: object) -> None:
         steps.append(self.step)
         if self.step == 3:
             pause(site)
             threading.Thread(target=when_halted, args=(site, waited)).start()
         advance(self, *words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Training, "advance", counted)
+    monkeypatch.setattr(TrainingState, "advance", counted)
 
     def stop_at_the_end(state: State) -> None:
         if state.state == "in_outbox":
