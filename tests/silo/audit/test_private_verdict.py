@@ -118,18 +118,32 @@ def drawn_in_private(document: dict[str, Any]) -> bytes:
 def left(
     planned: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Any, Site]:
-    """What leaves of two sites whose data differ in one image."""
+    """What leaves of two sites whose data differ in one image: one's audit fails, the other's is inconclusive.
+
+    The noise of private training has no seed. By chance no learned image may look better known than all that are held
+    out, and the audit does not fail: seen once in some hundred runs. Then the site trains again. Twenty times in a row
+    are below one in a million runs even where every second training ends so.
+    """
     folder = tmp_path_factory.mktemp("neighbours")
-    one, other = (planned[0].copy(folder / name) for name in ("one", "other"))
-    for tiny in (one, other):
-        for site in tiny.sites.values():
-            settings = site.settings()
-            text = (site.path / "silo.toml").read_text()
-            (site.path / "silo.toml").write_text(
-                text.replace(str(settings.data), str(tiny.path / f"{SILO}.npz"))
-            )
+    for attempt in range(20):
+        failing = copy_with_its_data(planned[0], folder / f"one-{attempt}")
+        failed = leave(failing, planned[1])
+        if failed[3] == "fail":
+            break
+    other = copy_with_its_data(planned[0], folder / "other")
     with_a_duplicate(other)
-    return leave(one, planned[1]), leave(other, planned[1]), one.sites[SILO]
+    return failed, leave(other, planned[1]), failing.sites[SILO]
+
+
+def copy_with_its_data(original: TinyFederation, folder: Path) -> TinyFederation:
+    """Copy a federation whose sites then read the copies of their data."""
+    tiny = original.copy(folder)
+    for site in tiny.sites.values():
+        old_path = str(site.settings().data)
+        settings_path = site.path / "silo.toml"
+        text = settings_path.read_text()
+        settings_path.write_text(text.replace(old_path, str(tiny.path / f"{SILO}.npz")))
+    return tiny
 
 
 def test_audits_of_two_neighbours_end_differently(left: tuple[Any, Any, Site]) -> None:
