@@ -12,7 +12,6 @@ from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import TensorSpec
 from ddm.partition.layout import Layout
-from ddm.routers.family import FittedRouter, RouterFamily, RouterInputs, StoredRouter
 from ddm.routers.gaussians import NoisedGaussians, blocks
 from ddm.routers.histograms import expected_by_likeness
 from ddm.routers.sketch import Sketch
@@ -138,19 +137,3 @@ def counts_router_specs(num_experts: int, num_groups: int) -> dict[str, TensorSp
     """Return the names, dtypes and shapes of a stored counts router."""
     shares = TensorSpec("F32", (num_experts, num_groups))
     return {"mass": shares, "mass_error": shares}
-
-
-class CountsFamily(RouterFamily):
-    """The counts router as it is."""
-
-    def fit(self, inputs: RouterInputs) -> FittedRouter:
-        """See `RouterFamily.fit`."""
-        if inputs.layout is None:
-            return FittedRouter(inputs.counts)
-        return FittedRouter(inputs.counts.split(inputs.layout))
-
-    def load(self, stored: StoredRouter) -> CountsRouter:
-        """See `RouterFamily.load`."""
-        num_groups = stored.plan.statistics.counts.num_groups
-        specs = counts_router_specs(len(stored.experts), num_groups)
-        return CountsRouter.from_tensors(stored.read_tensors(specs), stored.sketch, stored.path)

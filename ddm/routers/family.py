@@ -7,7 +7,7 @@ A family is one file of this folder: its router, and a `RouterFamily`. Its setti
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,11 @@ from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import Progress, Router
+from ddm.routers.comparison import HeldOut
+from ddm.routers.counts import CountsRouter
+from ddm.routers.labelled import Labelled
+from ddm.routers.residual import PublicSketches
 from ddm.routers.sketch import Sketch
-
-# These modules import this one.
-if TYPE_CHECKING:
-    from ddm.routers.comparison import HeldOut
-    from ddm.routers.counts import CountsRouter
-    from ddm.routers.labelled import Labelled
-    from ddm.routers.residual import PublicSketches
 
 
 class StorableRouter(Router, Protocol):
@@ -57,14 +54,14 @@ class RouterInputs:
     """
 
     plan: Plan
-    counts: "CountsRouter"
+    counts: CountsRouter
     layout: Layout | None
     num_units: Sequence[int]
     share_K: Sequence[float]
     sketches: Mapping[str, Tensor]
     t_release: float | None
-    public_sketches: Callable[[], "PublicSketches"]
-    labelled_images: Callable[[SamplesSettings], "Labelled"]
+    public_sketches: Callable[[], PublicSketches]
+    labelled_images: Callable[[SamplesSettings], Labelled]
     seed: int
     on_progress: Progress | None
     device: torch.device | str
@@ -86,7 +83,7 @@ class FittedRouter:
     """
 
     router: StorableRouter
-    held_out: "HeldOut | None" = None
+    held_out: HeldOut | None = None
     is_changed: bool = True
 
 
