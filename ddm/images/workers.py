@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -300,8 +300,8 @@ class _DecoderProcess:
     @property
     def output(self) -> int:
         """The descriptor to listen at."""
-        assert self._process.stdout is not None  # noqa: S101 - for the type alone
-        return self._process.stdout.fileno()
+        # A pipe, as `_start` asks for: None in the type is for processes without one.
+        return cast(IO[bytes], self._process.stdout).fileno()
 
     @property
     def num_jobs(self) -> int:
@@ -339,9 +339,9 @@ class _DecoderProcess:
     def _send(self, data: bytes) -> None:
         # The end of its output is read next, and says what happened.
         with suppress(BrokenPipeError):
-            assert self._process.stdin is not None  # noqa: S101 - for the type alone
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+            requests = cast(IO[bytes], self._process.stdin)
+            requests.write(data)
+            requests.flush()
 
     def receive(self) -> None:
         """Read some of its output; an end of output is the end of the process."""
