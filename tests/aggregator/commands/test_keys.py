@@ -38,7 +38,8 @@ def secret(tmp_path: Path) -> Path:
 def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
     run: Run, secret: Path, tmp_path: Path
 ) -> None:
-    fed, by = tmp_path / "fed", ("--passphrase-file", secret)
+    fed = tmp_path / "fed"
+    by = ("--passphrase-file", secret)
     for name in ("ada", "ben", "dan"):
         code, output = run("holder", tmp_path / f"{name}.key", *by)
         assert code == 0

@@ -45,7 +45,8 @@ def both_sent_once(
     sent_once: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TinyFederation, str]:
     """Two silos whose submissions are in their outboxes."""
-    tiny, plan_id = sent_once[0].copy(tmp_path_factory.mktemp("attempts") / "copy"), sent_once[1]
+    tiny = sent_once[0].copy(tmp_path_factory.mktemp("attempts") / "copy")
+    plan_id = sent_once[1]
     tiny.deliver_plan("south", plan_id)
     tiny.work("south")
     return tiny, plan_id

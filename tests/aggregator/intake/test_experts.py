@@ -153,10 +153,8 @@ def test_intake_refuses_the_exact_number_of_an_experts_images_where_only_noise_m
 
 @pytest.mark.parametrize("attack", ["a count below the noise", "units from nowhere"])
 def test_intake_refuses_class_counts_that_no_noise_explains(wide: Arrival, attack: str) -> None:
-    reach, num_units = (
-        cell_noise_bound(WIDE_STATISTICS["class_counts"]["epsilon"], 8),
-        wide.document()["num_units"],
-    )  # type: ignore[index]
+    reach = cell_noise_bound(WIDE_STATISTICS["class_counts"]["epsilon"], 8)
+    num_units = wide.document()["num_units"]  # type: ignore[index]
     counts = {
         "a count below the noise": torch.tensor([[-reach - 1, reach + 1, num_units, 0], [0] * 4]),
         "units from nowhere": torch.full((2, 4), num_units + reach),

@@ -263,7 +263,8 @@ def test_command_refuses_what_waits_and_knows_no_other_silo(poisoned: Arrival) -
 
 def _let_stand_apart(published: Published, silo_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the figures of one accepted expert be ten times worse than those of two others."""
-    federation, real = published.tiny.federation, Examiner.examine
+    federation = published.tiny.federation
+    real = Examiner.examine
     accepted = take_inventory(federation).silos[silo_id]
     path = federation.screening / published.plan_id / accepted.digest / f"{silo_id}.json"
     examination = json.loads(path.read_bytes())
@@ -347,10 +348,8 @@ def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_o
     federation = published.tiny.federation
     examiner = Examiner(federation, federation.current_plan()[0])
     submission, folder = many_experts(published, 250)
-    measured, real = (
-        list[str](),
-        examiner.measure_expert("north", folder, submission.experts[0], "a" * 64),
-    )
+    measured = list[str]()
+    real = examiner.measure_expert("north", folder, submission.experts[0], "a" * 64)
 
     def figures(
         self: Examiner, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str

@@ -254,7 +254,8 @@ def test_streamed_expert_answers_as_the_loaded_one_does(
     save_tensors(path, honest["north"])
     stored = stored_tensors(ARCHITECTURE, SHAPE, path, 1 << 20)
     loaded = build_expert(ARCHITECTURE, SHAPE)
-    x, t = torch.randn(5, *SHAPE), torch.rand(5)
+    x = torch.randn(5, *SHAPE)
+    t = torch.rand(5)
     answer = StreamedExpert(ARCHITECTURE, SHAPE, stored)(x, t)
     # a fresh one answers otherwise
     assert float((answer - loaded(x, t).detach()).abs().max()) > 0.1
@@ -279,7 +280,8 @@ def test_streamed_expert_is_told_the_condition_of_each_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streamed, "_ACTIVATION_BYTES", 1)  # a sample at a time
-    path, classes = tmp_path / "expert.safetensors", ClassCondition(num_classes=3)
+    path = tmp_path / "expert.safetensors"
+    classes = ClassCondition(num_classes=3)
     loaded = build_expert(ARCHITECTURE, SHAPE, condition=classes)
     generator = torch.Generator().manual_seed(0)
     weights = {
@@ -289,11 +291,9 @@ def test_streamed_expert_is_told_the_condition_of_each_sample(
     save_tensors(path, weights)
     loaded.load_state_dict(weights)
     stored = stored_tensors(ARCHITECTURE, SHAPE, path, 1 << 20, classes)
-    x, t, c = (
-        torch.randn(5, *SHAPE, generator=generator),
-        torch.rand(5, generator=generator),
-        torch.arange(5) % 4 - 1,
-    )
+    x = torch.randn(5, *SHAPE, generator=generator)
+    t = torch.rand(5, generator=generator)
+    c = torch.arange(5) % 4 - 1
     answer = StreamedExpert(ARCHITECTURE, SHAPE, stored, classes)
     torch.testing.assert_close(answer(x, t, c), loaded(x, t, c).detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(answer(x, t), loaded(x, t).detach(), rtol=1e-4, atol=1e-5)

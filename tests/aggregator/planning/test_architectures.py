@@ -27,10 +27,8 @@ def recipe_with(**architecture: Any) -> Recipe:
 
 
 def test_named_size_becomes_the_numbers_that_a_plan_holds() -> None:
-    named, numbers = (
-        recipe_with(kind="dit", size="XL/2"),
-        {"patch": 2, "hidden": 1152, "depth": 28, "heads": 16},
-    )
+    named = recipe_with(kind="dit", size="XL/2")
+    numbers = {"patch": 2, "hidden": 1152, "depth": 28, "heads": 16}
     assert type(named.expert) is Expert and named.expert.architecture == Dit(**numbers)
     assert named == recipe_with(kind="dit", **numbers)
     large = recipe_with(kind="mmdit", size="3B/2").expert.architecture

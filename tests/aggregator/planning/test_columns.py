@@ -68,7 +68,8 @@ def test_recipes_whose_router_cannot_learn_what_it_is_to_read_are_refused() -> N
 def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(
     published: Published, tmp_path: Path
 ) -> None:
-    tiny, chosen = published.tiny, with_labels("silo")
+    tiny = published.tiny
+    chosen = with_labels("silo")
     silos = np.array([*tiny.sites, "", "elsewhere"])[np.arange(240) % (len(tiny.sites) + 2)]
     classes = np.arange(240) % 2
     path = public_file(tmp_path, silos=silos, labels=classes)
@@ -89,7 +90,8 @@ def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(
 def test_public_images_without_the_labels_that_the_router_needs_are_refused(
     published: Published, tmp_path: Path
 ) -> None:
-    tiny, public = published.tiny, torch.from_numpy(images(240, 0.1, seed=3))
+    tiny = published.tiny
+    public = torch.from_numpy(images(240, 0.1, seed=3))
 
     def draft(chosen: Recipe, **columns: np.ndarray) -> None:
         (tmp_path / "draft").mkdir(exist_ok=True)

@@ -115,7 +115,8 @@ def test_more_epsilon_than_a_card_lets_a_plan_spend_is_refused_with_the_silos_th
 def test_plan_of_images_is_refused_with_the_silos_whose_cards_say_that_they_protect_patients() -> (
     None
 ):
-    by_image, by_patient = recipe(), changed("statistics", unit="patient")
+    by_image = recipe()
+    by_patient = changed("statistics", unit="patient")
     assert by_image.statistics.unit == "image"
     units = {"east": "patient", "north": "image"}
     cards = {name: card(name, 64, unit=unit) for name, unit in units.items()}

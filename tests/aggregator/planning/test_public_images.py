@@ -84,7 +84,8 @@ def test_arrays_that_use_half_of_the_declared_range_are_remarked(
     tiny: TinyFederation, tmp_path: Path
 ) -> None:
     array = (images(100, 0.0, seed=4) + 1) / 2
-    array[:, 0, 0, 0], array[:, 0, 0, 1] = 0.0, 1.0
+    array[:, 0, 0, 0] = 0.0
+    array[:, 0, 0, 1] = 1.0
     np.savez(tmp_path / "public.npz", images=array)
     result = plan(tiny, tmp_path, tmp_path / "public.npz")
     assert result.code == 0, result.err

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("short_pages")
 def test_admitted_expert_is_named_in_the_next_version_with_the_rules_that_it_broke(
     published: Published, tmp_path: Path
 ) -> None:
-    federation, plan_id = published.tiny.federation, published.plan_id
+    federation = published.tiny.federation
+    plan_id = published.plan_id
     digest = take_inventory(federation).silos["east"].digest
     remember_flags(
         federation, plan_id, digest, [Fault(expert_id="east", flag="stands_apart", words=": apart")]

@@ -150,7 +150,8 @@ def test_version_number_of_a_lost_release_is_not_used_again(
 def check_crash(published: Published, folder: Path, step: int) -> bool:
     """Kill publishing at one step, look, publish again, look; tell whether it was killed at all."""
     there = copied(published, folder)
-    tiny, out = there.tiny, folder / "out"
+    tiny = there.tiny
+    out = folder / "out"
     killed = killed_at(step, lambda: again(tiny, out))
     check_listed(tiny)
     if out.exists():
@@ -248,7 +249,8 @@ def test_two_operators_at_once_publish_one_version(published: Published, tmp_pat
     """Two processes; the loser of the race is refused, or comes after and copies the same version out."""
     settle(published.tiny, licence="CC0-1.0")
     outs = [tmp_path / "one", tmp_path / "two"]
-    ready, go = os.pipe(), os.pipe()
+    ready = os.pipe()
+    go = os.pipe()
     pids = [operator(published.tiny, out, ready, go) for out in outs]
     for _ in outs:
         assert os.read(ready[0], 1) == b"r"
@@ -283,7 +285,9 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
     tiny = TinyFederation.create(
         tmp_path / "tiny", {"east": 60, "north": 60, "south": 60, "west": 60}
     )
-    real, seen, most = load_expert, list[weakref.ref[torch.nn.Module]](), list[int]()
+    real = load_expert
+    seen = list[weakref.ref[torch.nn.Module]]()
+    most = list[int]()
 
     def load(*asked: Any) -> torch.nn.Module:
         expert = real(*asked)

@@ -35,7 +35,10 @@ from tests.support.errors import has_subject
 from tests.support.router_problems import GROUPS, World, make_world
 
 SHARES = [[0.8, 0.1, 0.05, 0.05], [0.05, 0.05, 0.2, 0.7]]
-RANK, RELEASED, T_R, NUM_CLASSES = 6, 3, 0.5, 2
+RANK = 6
+RELEASED = 3
+T_R = 0.5
+NUM_CLASSES = 2
 ROUTERS: dict[str, dict[str, Any]] = {
     "counts": {"kind": "counts"},
     "learned": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 20},
@@ -194,7 +197,8 @@ def _statistics(
     folder: Path, kind: str, partition: str, files: PlanFiles, world: World
 ) -> Statistics:
     """Lay out what the aggregator finds: public images, and experts of fresh weights."""
-    group, columns = world.public_group[:600].numpy(), {}
+    group = world.public_group[:600].numpy()
+    columns = {}
     if kind.startswith("samples by"):
         columns["fitted_classes"] = np.arange(600) // GROUPS % NUM_CLASSES
         columns["fitted_silos"] = np.array(["east", "", "nobody", "north"])[group]
@@ -233,14 +237,16 @@ def _open(folder: Path, report: RouterReport, drawn: Statistics) -> Calibrated:
         temperature=report.temperature,
         file=file,
     )
-    names, layout = list(drawn.silos), drawn.layout()
+    names = list(drawn.silos)
+    layout = drawn.layout()
     experts = [
         PublishedExpert(
             expert_id=part.expert_id, silo_id=names[k], cluster=part.cluster, prior=prior, file=file
         )
         for k, part, prior in zip(layout.silo_E, layout.parts, report.expert_priors, strict=True)
     ]
-    plan, sketch = drawn.plan, drawn.files.sketch
+    plan = drawn.plan
+    sketch = drawn.files.sketch
     return load_router(published, folder / "router", plan=plan, sketch=sketch, experts=experts)
 
 
@@ -323,7 +329,8 @@ def test_samples_router_reads_the_class_that_experts_were_told_to_draw(
     report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]
     router = _open(tmp_path, report, drawn)
     assert report.published == "samples" and not router.knows_shares
-    at, one = torch.full((300,), 0.3), torch.ones(300, dtype=torch.int64)
+    at = torch.full((300,), 0.3)
+    one = torch.ones(300, dtype=torch.int64)
     assert router.given(one).log_likelihood(world.silos[0], at).shape == (300, 2)
 
 
@@ -342,7 +349,8 @@ def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
 
             num_experts = 2
             router = _open(tmp_path / partition, report, drawn)
-            log_E, silo_E = torch.tensor(prior).log(), torch.tensor(drawn.layout().silo_E)
+            log_E = torch.tensor(prior).log()
+            silo_E = torch.tensor(drawn.layout().silo_E)
 
             def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
                 joint = self.router.log_likelihood(x_B, t_B) + self.log_E

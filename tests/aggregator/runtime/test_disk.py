@@ -31,7 +31,8 @@ def fails_to_sync(folder: Path) -> Callable[[int], None]:
 def test_run_needs_room_for_each_silo_s_largest_submission_and_its_copy(
     planned_once: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, _ = planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
+    tiny = planned_once[0].copy(tmp_path / "tiny")
+    _ = planned_once[1]
     plan, _ = tiny.federation.current_plan()
     needed = 2 * len(tiny.sites) * submission_bytes(plan)
     assert bytes_to_come(tiny.federation, plan) == needed

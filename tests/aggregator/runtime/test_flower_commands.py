@@ -37,7 +37,8 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
 
 def alive(tmp_path: Path) -> list[str]:
     """What stays of the groups of processes that the commands began; one that was killed may take a moment to die."""
-    begun, found = set((tmp_path / "pids").read_text().split()), []
+    begun = set((tmp_path / "pids").read_text().split())
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, group = path.read_text().rpartition(")")[2].split()[:3]
@@ -82,7 +83,8 @@ def test_fault_of_the_command_is_an_error_with_a_remedy_in_time_and_leaves_no_pr
 ) -> None:
     if got == "still at work":  # those that answer have all the time that a loaded machine takes
         monkeypatch.setattr(flower_commands, "_TIMEOUT_S", 2.0)
-    commands, began = flwr(script), time.monotonic()
+    commands = flwr(script)
+    began = time.monotonic()
     with pytest.raises(TransportError) as failed:
         commands.submit("plan")
     assert got in str(failed.value.got)

@@ -159,7 +159,8 @@ def status_of(connection: socket.socket) -> int:
 
 @contextmanager
 def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator[Proxy]:
-    nginx, flower = find_nginx(), fed / "flower"
+    nginx = find_nginx()
+    flower = fed / "flower"
     assert nginx
     port = free_port()
     write_config(nginx, flower, render_config("127.0.0.1", port, upstream.port, limits))
@@ -364,7 +365,9 @@ def test_body_without_a_length_below_the_limit_passes(door: Proxy) -> None:
 
 def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:
     """Send a byte now and then until every connection is closed; return after how long that was."""
-    started, pending, position = time.monotonic(), list(connections), 0
+    started = time.monotonic()
+    pending = list(connections)
+    position = 0
     while pending:
         assert time.monotonic() < started + BOUND_S, f"{len(pending)} connections still open"
         for connection in list(pending):

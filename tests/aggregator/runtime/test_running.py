@@ -81,8 +81,10 @@ def test_intake_logs_records_where_a_line_must_keep_its_level(
 def test_state_of_a_silo_is_logged_when_it_changes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    federation, plan = Federation(tmp_path), Plan.parse(to_bytes(plan_document()), subject="plan")
-    news, silo_id = SiloNews(federation, plan), plan.silos[0]
+    federation = Federation(tmp_path)
+    plan = Plan.parse(to_bytes(plan_document()), subject="plan")
+    news = SiloNews(federation, plan)
+    silo_id = plan.silos[0]
     status = federation.incoming / plan.plan_id / silo_id / "status.json"
     status.parent.mkdir(parents=True)
     for state in (
