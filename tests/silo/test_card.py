@@ -30,7 +30,8 @@ def planned(planned_once: Planned, tmp_path: Path) -> tuple[TinyFederation, str]
 
 def hold(tiny: TinyFederation, **arrays: np.ndarray) -> None:
     """Give the site other data."""
-    site, path = tiny.sites[SILO], tiny.path / "other.npz"
+    site = tiny.sites[SILO]
+    path = tiny.path / "other.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
     settings = site.path / "silo.toml"
     settings.write_text(settings.read_text().replace(site.settings().data, str(path)))
@@ -59,7 +60,8 @@ def test_card_states_the_next_power_of_two_so_that_it_reveals_no_number(
 def test_card_counts_the_data_until_a_person_states_a_number_which_then_stays(
     planned: tuple[TinyFederation, str],
 ) -> None:
-    site, key = planned[0].sites[SILO], planned[0].key(SILO)
+    site = planned[0].sites[SILO]
+    key = planned[0].key(SILO)
     site.card_path.unlink()
     assert stated(site, key) == AgreedSize(images=64)
     assert stated(site, key, images=50) == AgreedSize(images=50) == site.agreed()
@@ -73,7 +75,8 @@ def test_card_of_a_site_that_protects_patients_counts_them(
     planned: tuple[TinyFederation, str],
 ) -> None:
     tiny, _ = planned
-    site, key = tiny.sites[SILO], tiny.key(SILO)
+    site = tiny.sites[SILO]
+    key = tiny.key(SILO)
     write_policy(site, POLICY | {"privacy": {"unit": "patient"}})
     with pytest.raises(DataError, match="patients"):
         stated(site, key)

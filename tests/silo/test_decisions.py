@@ -108,7 +108,8 @@ def test_training_again_is_written_down_each_time(tiny: TinyFederation, site: Si
 
 
 def test_approval_given_again_is_a_second_one_only_after_training_again(site: Site) -> None:
-    log, plan = DecisionLog(site), {"plan_id": "colours-00000000"}
+    log = DecisionLog(site)
+    plan = {"plan_id": "colours-00000000"}
     approval = SubmissionApproved(**plan, sequence=1, submission_digest="0" * 64, approval="person")
     for decision in (
         approval,

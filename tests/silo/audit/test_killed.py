@@ -35,10 +35,8 @@ def dies_at(place: int | str, progress_calls: list[int] | None = None) -> None:
         whole: Callable[..., object] = getattr(module, place)
         setattr(module, place, lambda *given: (whole(*given), kill()))
         return
-    counting, calls = (
-        Worker.count_images,
-        progress_calls if progress_calls is not None else [],
-    )
+    counting = Worker.count_images
+    calls = progress_calls if progress_calls is not None else []
 
     def count(self: Worker, stage: Any) -> Callable[[int, int], None]:
         tell = counting(self, stage)
@@ -81,8 +79,10 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
         patch.setattr(Worker, "count_images", Worker.count_images)
         dies_at(-1, progress_calls)
         tiny.work(SILO, until="audited")
-    undisturbed, num = audit_results(tiny, plan_id), len(progress_calls)
-    site, parts = killed.sites[SILO], set()
+    undisturbed = audit_results(tiny, plan_id)
+    num = len(progress_calls)
+    site = killed.sites[SILO]
+    parts = set()
 
     def work(place: int | str) -> None:
         dies_at(place)

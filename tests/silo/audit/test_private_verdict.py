@@ -26,7 +26,9 @@ from tests.support.documents import to_bytes
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.parsers import submission_document
 
-SILO, NUM, HELD = "north", 80, 20
+SILO = "north"
+NUM = 80
+HELD = 20
 EXPERT = recipe().model_dump(mode="json")["expert"]
 EXPERT["training"] |= {"num_steps": 4, "checkpoint_steps": 2}
 EXPERT["privacy"] = {
@@ -66,13 +68,15 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, s
 def with_a_duplicate(tiny: TinyFederation) -> None:
     """Exchange one learned image for a copy of one held out, which then says nothing: too few are left to tell."""
     site = tiny.sites[SILO]
-    data, shape = Path(site.settings().data), DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
+    data = Path(site.settings().data)
+    shape = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
     cohort = cohort_at(data, shape, min_images=1, salt=site.salt(), unit="image", num_classes=None)
     held_N = holdout_mask(cohort, site.policy())
     assert int(held_N.sum()) == HELD
     with np.load(data) as stored:
         arrays = dict(stored)
-    learned, other = int((~held_N).nonzero()[0]), int(held_N.nonzero()[0])
+    learned = int((~held_N).nonzero()[0])
+    other = int(held_N.nonzero()[0])
     arrays["images"][learned] = arrays["images"][other]
     np.savez(data, **arrays)
 
@@ -81,7 +85,8 @@ def leave(
     tiny: TinyFederation, plan_id: str
 ) -> tuple[dict[str, Any], list[str], dict[str, int], Verdict]:
     """Send a submission; return its document, the states on the way, the sizes of its files, and the verdict here."""
-    site, states = tiny.sites[SILO], []
+    site = tiny.sites[SILO]
+    states = []
     worker = Worker(site, tiny.key(SILO), lambda state: states.append(state.state))
     worker.begin()
     while worker.state.state != "in_outbox":
@@ -153,7 +158,8 @@ def test_audits_of_two_neighbours_end_differently(left: tuple[Any, Any, Site]) -
 def test_all_that_leaves_of_two_neighbours_is_the_same_but_for_what_is_drawn(
     left: tuple[Any, Any, Site],
 ) -> None:
-    one, other = left[0], left[1]
+    one = left[0]
+    other = left[1]
     assert one[0]["audit"] == {"verdict": "bounded", "digest": None, "waiver": None}
     assert drawn_in_private(one[0]) == drawn_in_private(other[0])
     assert one[1:3] == other[1:3], "states, what the courier tells, names and sizes of files"

@@ -109,9 +109,11 @@ def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_th
 def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figures(
     audited: tuple[TinyFederation, str], tmp_path: Path
 ) -> None:
-    tiny, plan_id = audited[0].copy(tmp_path / "copy"), audited[1]
+    tiny = audited[0].copy(tmp_path / "copy")
+    plan_id = audited[1]
     work = open_workspace(tiny.sites[SILO], plan_id)
-    report, scored = report_of(tiny, plan_id), []
+    report = report_of(tiny, plan_id)
+    scored = []
     work.audit_path.unlink()
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
     images = worker.read_cohort(worker.accepted_plan())
@@ -137,7 +139,8 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
 def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederation, str]) -> None:
     tiny, plan_id = audited
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
-    accepted, images = worker.accepted_plan(), worker.read_cohort(worker.accepted_plan())
+    accepted = worker.accepted_plan()
+    images = worker.read_cohort(worker.accepted_plan())
     inputs = gather_audit_inputs(
         tiny.sites[SILO], accepted, worker.workspace(), worker.policy, images, worker.cohort_path
     )
@@ -192,10 +195,8 @@ def policy(**audit: float) -> Policy:
 
 
 def test_holdout_is_secret_and_the_same_whenever_it_is_drawn(tmp_path: Path) -> None:
-    first, again = (
-        holdout_mask(cohort_of(tmp_path, 80), policy()),
-        holdout_mask(cohort_of(tmp_path, 80), policy()),
-    )
+    first = holdout_mask(cohort_of(tmp_path, 80), policy())
+    again = holdout_mask(cohort_of(tmp_path, 80), policy())
     other = holdout_mask(cohort_of(tmp_path, 80, salt=b"t" * 32), policy())
     assert torch.equal(first, again) and not torch.equal(first, other) and int(first.sum()) == 20
 

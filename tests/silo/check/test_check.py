@@ -224,7 +224,8 @@ def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: 
 def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(
     site: Site, tmp_path: Path
 ) -> None:
-    jobs, there = tmp_path / "jobs", str(program("silo"))
+    jobs = tmp_path / "jobs"
+    there = str(program("silo"))
     jobs.mkdir(mode=0o700)
 
     def launcher_findings(
@@ -316,7 +317,8 @@ def test_proxy_with_user_and_password_is_taken_and_its_password_never_shown(
 ) -> None:
     for name in ("grpc_proxy", "http_proxy", "no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
-    proxy, address = Proxy("ward", "s3cret"), f"127.0.0.1:{server.port}"
+    proxy = Proxy("ward", "s3cret")
+    address = f"127.0.0.1:{server.port}"
     at_port(site, server.port)
     try:
         monkeypatch.setenv("https_proxy", f"http://ward:s3cret@127.0.0.1:{proxy.port}")

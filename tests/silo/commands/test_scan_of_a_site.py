@@ -19,7 +19,8 @@ SILO = "north"
 
 def of_pictures(planned: Planned, folder: Path) -> Site:
     """A site of which policy.toml declares pictures, two of them."""
-    site, data = planned[0].copy(folder / "copy").sites[SILO], folder / "data"
+    site = planned[0].copy(folder / "copy").sites[SILO]
+    data = folder / "data"
     data.mkdir()
     for number in range(2):
         Image.fromarray(waves(high=200 + number, dtype=np.uint8)).save(data / f"{number}.png")

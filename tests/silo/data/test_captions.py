@@ -78,7 +78,8 @@ def with_captions(path: Path, silo_ids: dict[str, int], folder: Path) -> TinyFed
     for silo_id, site in tiny.sites.items():
         data = path / f"{silo_id}.npz"
         with np.load(data) as archive:
-            images, labels = archive["images"], archive["labels"]
+            images = archive["images"]
+            labels = archive["labels"]
         captions = [PROMPTS[label] for label in labels]
         captions[:4] = ["", SECRET, "nan", f"{captions[3]} " * L]
         np.savez(data, images=images, captions=np.array(captions))
@@ -347,7 +348,8 @@ def test_texts_of_a_part_of_the_images_take_neither_memory_nor_room_for_padding(
     text_NLD = torch.zeros(400, 100, 400)  # 64 MB of which one page each is touched
     text_NLD[:, :2] = torch.arange(1.0, 401)[:, None, None]
     text_NLD[7] = 0.0
-    chosen, before = torch.tensor([3, 7, *range(100, 399)]), anonymous()
+    chosen = torch.tensor([3, 7, *range(100, 399)])
+    before = anonymous()
     vectors = some_texts(text_NLD, chosen, tmp_path / "new")
     took = anonymous() - before
     assert took < vectors.nbytes / 4
@@ -358,7 +360,8 @@ def test_texts_of_a_part_of_the_images_take_neither_memory_nor_room_for_padding(
 def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file_itself(
     published: TinyFederation, tmp_path: Path
 ) -> None:
-    site, state = published.sites["north"], published.state_of("north")
+    site = published.sites["north"]
+    state = published.state_of("north")
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
     cohort = training_inputs(cohort_of(published, "north"), plan, site.private)
     text_NLD = cohort.text_NLD
@@ -377,7 +380,8 @@ def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file
 def test_full_disk_while_captions_are_encoded_is_an_error_and_not_the_end_of_the_process(
     published: TinyFederation, tmp_path: Path
 ) -> None:
-    site, state = published.sites["north"], published.state_of("north")
+    site = published.sites["north"]
+    state = published.state_of("north")
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
     (private := tmp_path / "private").mkdir()
     with (
@@ -417,7 +421,8 @@ def test_mmdit_learns_from_captions_as_well(
     trained = build_expert(joint, plan.expert_shape, condition=plan.condition)
     trained.load_state_dict(load_tensors(work.expert_path("east"), None, max_bytes=1 << 24))
     encoder = TextEncoder.open(folder, plan.condition)  # type: ignore[arg-type]
-    x_B, t_B = torch.zeros(1, 1, 4, 4), torch.full((1,), 0.9)
+    x_B = torch.zeros(1, 1, 4, 4)
+    t_B = torch.full((1,), 0.9)
     with torch.inference_mode():
         right, left = (
             bright_left(-trained(x_B, t_B, encoder.encode([prompt]))) for prompt in PROMPTS
@@ -431,10 +436,12 @@ def test_site_without_captions_without_the_encoder_or_with_another_refuses_befor
     folder: Path, tmp_path: Path
 ) -> None:
     tiny = with_captions(tmp_path, {"east": 60}, folder)
-    site, data = tiny.sites["east"], tmp_path / "east.npz"
+    site = tiny.sites["east"]
+    data = tmp_path / "east.npz"
     tiny.deliver_plan("east", tiny.sign(asking(folder)))
     tiny.work("east", until="plan_accepted")
-    settings, whole = site.settings(), data.read_bytes()
+    settings = site.settings()
+    whole = data.read_bytes()
     shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(
         "{}" + " " * ((folder / "config.json").stat().st_size - 2)

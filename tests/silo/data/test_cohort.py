@@ -223,7 +223,8 @@ def test_a_number_among_the_labels_means_what_the_site_calls_by_it_and_not_what_
 
 
 def test_digest_covers_the_grouping_by_patient_and_the_labels_that_are_used(tmp_path: Path) -> None:
-    patients, other = ["a", "b", "a", "c", "b", "a"], ["a", "b", "a", "c", "b", "c"]
+    patients = ["a", "b", "a", "c", "b", "a"]
+    other = ["a", "b", "a", "c", "b", "c"]
     digests = [
         load(
             save(tmp_path / "a.npz", images=IMAGES, patients=p, labels=label),

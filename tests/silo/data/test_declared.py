@@ -13,7 +13,8 @@ from tests.support.cohorts import source_at
 
 
 def test_declared_names_of_which_one_could_mean_two_classes_are_refused(tmp_path: Path) -> None:
-    path, kind = tmp_path / "a.npz", {"kind": "arrays", "shape": (4, 4)}
+    path = tmp_path / "a.npz"
+    kind = {"kind": "arrays", "shape": (4, 4)}
     source = source_at(path, tmp_path / "scans")
     np.savez(path, images=np.zeros((400, 4, 4), np.uint8), labels=[0, 1] * 200)
     check_declared(source, Policy(data=DataPolicy(**kind, classes=("benign", "malignant"))))  # type: ignore[arg-type]

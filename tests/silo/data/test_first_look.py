@@ -69,7 +69,8 @@ def test_all_that_no_plan_could_take_is_named_at_once_and_nobody_in_it(tmp_path:
 
 
 def test_folders_tables_and_dicom_are_scanned_once_and_counted(tmp_path: Path) -> None:
-    data, scans = pictures(tmp_path / "export", 3), tmp_path / "scans"
+    data = pictures(tmp_path / "export", 3)
+    scans = tmp_path / "scans"
     (data / "notes.txt").write_text("DOE^JOHN")
     write(tags_of(waves(), PatientID="MRN1"), data / "a.dcm")
     look = look_at(source_at(data, scans))

@@ -29,7 +29,8 @@ from tests.support.federation import TinyFederation, recipe
 SIZE = AutoencoderSize(
     channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4
 )
-PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
+PIXELS = (1, 4, 4)
+SEEN = (3, 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +80,8 @@ def test_scale_of_a_plan_gives_public_latents_unit_deviation(
 ) -> None:
     tiny, plan, _ = federation
     with np.load(tiny.federation.plan_folder(plan.plan_id) / "public.npz") as public:
-        seen, pixels = (
-            torch.from_numpy(public["fitted_latents"]),
-            torch.from_numpy(public["fitted"]),
-        )
+        seen = torch.from_numpy(public["fitted_latents"])
+        pixels = torch.from_numpy(public["fitted"])
     assert seen.double().std() == pytest.approx(1.0, abs=1e-5)
     assert torch.allclose(files_of(tiny, plan).latent.encode(pixels), seen, atol=1e-5)
     assert isinstance(plan.latent, AutoencoderKlLatent) and abs(plan.latent.scale - 1) > 0.01
@@ -119,7 +118,8 @@ def test_latents_of_private_training_are_encoded_one_by_one(
     tiny, plan, _ = federation
     terms = DpSgd(epsilon=8.0, delta=1e-5, clip=1.0, units_per_step=16)
     private = plan.model_copy(update={"expert": plan.expert.model_copy(update={"privacy": terms})})
-    cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
+    cohort = cohort_of(tiny, plan)
+    latent = files_of(tiny, plan).latent
     assert isinstance(latent, AutoencoderKl) and latent.block > 1
     seen: set[int] = set()
     encode = latent.net.encode
@@ -165,7 +165,8 @@ def test_full_disk_while_images_are_encoded_is_an_error_and_not_the_end_of_the_p
     federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
 ) -> None:
     tiny, plan, _ = federation
-    cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
+    cohort = cohort_of(tiny, plan)
+    latent = files_of(tiny, plan).latent
     cohort = replace(cohort, images=cohort.images[:].repeat(4, 1, 1, 1))
     (private := tmp_path / "private").mkdir()
     with (
@@ -192,7 +193,8 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
 ) -> None:
     tiny, plan, _ = federation
-    files, pixels = files_of(tiny, plan), cohort_of(tiny, plan)
+    files = files_of(tiny, plan)
+    pixels = cohort_of(tiny, plan)
     assert isinstance(files.latent, AutoencoderKl) and isinstance(plan.latent, AutoencoderKlLatent)
     keep_latents(pixels, files.latent, plan, tmp_path, lambda done, total: None)
     expected = training_inputs(pixels, plan, tmp_path).images[:]

@@ -80,7 +80,8 @@ def load(path: Path, private: Path, **request: object) -> Cohort:
 def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay_in_order(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, private = export(tmp_path / "export", [10, 20, 30]), tmp_path / "private"
+    folder = export(tmp_path / "export", [10, 20, 30])
+    private = tmp_path / "private"
     (folder / "00-DOE^JOHN.txt").write_text("MRN0017")
     (folder / "00z.png").write_bytes((folder / "00.png").read_bytes()[:60])
     Image.new("RGB", (1280, 720)).save(folder / "01-DOE.png")  # as large as a screen
@@ -123,7 +124,9 @@ def test_pictures_keep_the_order_of_their_files_whatever_decodes_them(tmp_path: 
 def test_unchanged_cohort_is_found_again_and_a_changed_one_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, private, decoded = export(tmp_path / "export", [10, 20]), tmp_path / "private", []
+    folder = export(tmp_path / "export", [10, 20])
+    private = tmp_path / "private"
+    decoded = []
     once = ScannedImages.decoded
 
     def counted(self: ScannedImages) -> Iterator:
@@ -147,7 +150,8 @@ def test_unchanged_cohort_is_found_again_and_a_changed_one_is_made_anew(
 
 
 def test_what_a_person_decided_counts(tmp_path: Path) -> None:
-    folder, private = export(tmp_path / "export", [10]), tmp_path / "private"
+    folder = export(tmp_path / "export", [10])
+    private = tmp_path / "private"
     write(tags_of(waves(high=255, dtype=np.uint8), bits=8, Modality="US"), folder / "us.dcm")
     assert levels(folder, private) == [10]
     with (
@@ -272,7 +276,8 @@ def test_data_of_which_nothing_is_left_say_why(tmp_path: Path) -> None:
 def test_what_a_scan_accepted_and_no_longer_decodes_is_blank_and_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, private = export(tmp_path / "export", [10, 20, 30]), tmp_path / "private"
+    folder = export(tmp_path / "export", [10, 20, 30])
+    private = tmp_path / "private"
     pages = [Image.fromarray(tone(level)) for level in (71, 72, 73)]
     pages[0].save(folder / "01z.tif", save_all=True, append_images=pages[1:])
     whole = decode_files
@@ -298,7 +303,8 @@ def test_what_a_scan_accepted_and_no_longer_decodes_is_blank_and_counts(
 def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_whole(
     tmp_path: Path,
 ) -> None:
-    folder, private = export(tmp_path / "export", list(range(0, 200, 10))), tmp_path / "private"
+    folder = export(tmp_path / "export", list(range(0, 200, 10)))
+    private = tmp_path / "private"
 
     def stop(done: int, num: int) -> None:
         if num and done > 5:
@@ -320,7 +326,8 @@ def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_who
 def test_files_that_change_between_scan_and_decoding_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, check = export(tmp_path / "export", [10, 20]), transformed._CohortBuilder.check
+    folder = export(tmp_path / "export", [10, 20])
+    check = transformed._CohortBuilder.check
 
     def changing(self: transformed._CohortBuilder) -> int:
         num = check(self)

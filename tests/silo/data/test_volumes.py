@@ -73,7 +73,8 @@ def test_volumes_of_plans_without_a_transform_go_through_its_defaults(tmp_path: 
 
 def test_volumes_that_may_show_a_face_wait_under_every_plan(tmp_path: Path) -> None:
     """The control: what a person cleared is learned from."""
-    data, spec = tmp_path / "data", DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
+    data = tmp_path / "data"
+    spec = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
     save(data / "a.nii", scan(0, (30, 30, 30)), np.diag([6.0, 6.0, 6.0, 1.0]))
     with pytest.raises(DataError, match="face"):
         load(data, spec)
@@ -91,7 +92,8 @@ def test_volumes_that_may_show_a_face_wait_under_every_plan(tmp_path: Path) -> N
 
 
 def test_volume_lies_as_radiology_shows_it_however_its_file_was_turned(tmp_path: Path) -> None:
-    values, data = scan(0), tmp_path / "data"
+    values = scan(0)
+    data = tmp_path / "data"
     # up, backwards, to the left
     expected = into_range(values, -1.0, 1.0).transpose(2, 1, 0)[:, ::-1, ::-1]
     save(data / "a.nii", values)
@@ -128,7 +130,8 @@ def test_damaged_volumes_are_left_out_and_those_with_another_number_of_channels_
 def test_patients_and_classes_come_from_the_table_in_whatever_order_it_lists_them(
     tmp_path: Path,
 ) -> None:
-    data, request = tmp_path / "data", {"unit": "patient", "num_classes": 3}
+    data = tmp_path / "data"
+    request = {"unit": "patient", "num_classes": 3}
     for number, name in enumerate(("a", "b", "c")):
         save(data / f"{name}.nii", scan(number))
     with pytest.raises(DataError, match="patient"):

@@ -95,7 +95,8 @@ def test_nothing_is_carried_over_where_nothing_was_decided_or_the_site_has_its_o
 
 def test_an_interrupted_carrying_over_is_completed(data: Path, tmp_path: Path) -> None:
     scan_and_decide(data)
-    before, folder = default_folder(data), tmp_path / "private"
+    before = default_folder(data)
+    folder = tmp_path / "private"
     assert adopt_decisions(before, folder) == 3
     (folder / "decisions.sqlite").unlink()  # as if it had ended before the last step
     (folder / "decisions.sqlite.partial").write_bytes(b"half")

@@ -17,7 +17,8 @@ from silo.images.decisions import LEFT_OUT, Decision, Decisions
 from tests.support.cohorts import scan_at
 from tests.support.dicom_files import tags_of, waves, write
 
-CAPTURE, TEXT = Flag.SECONDARY_CAPTURE.value, Flag.SUSPECTED_TEXT.value
+CAPTURE = Flag.SECONDARY_CAPTURE.value
+TEXT = Flag.SUSPECTED_TEXT.value
 
 
 def seen(number: int = 1, *flags: str) -> PictureRecord:
@@ -57,7 +58,8 @@ def test_what_was_left_out_stays_out_whatever_its_flags_and_clearing_it_lets_it_
 
 
 def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Path) -> None:
-    data, private = tmp_path / "data", tmp_path / "private"
+    data = tmp_path / "data"
+    private = tmp_path / "private"
     data.mkdir()
     for number in range(3):
         write(tags_of(waves((48, 40 + number)), Modality="US"), data / f"{number}.dcm")

@@ -79,7 +79,8 @@ def seconds(pid: int) -> float:
 def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
     tmp_path: Path, after_s: float | None
 ) -> None:
-    data, private = images(tmp_path), tmp_path / "private"
+    data = images(tmp_path)
+    private = tmp_path / "private"
     with started(data, private) as process:
         wait_until(
             lambda: private.exists() if after_s is None else len(children(process.pid)) == 2,
@@ -127,7 +128,8 @@ def kill_in_the_middle(data: Path, private: Path) -> None:
 def test_kill_9_loses_at_most_what_was_not_yet_written_and_leaves_no_decoder(
     tmp_path: Path,
 ) -> None:
-    data, private = images(tmp_path), tmp_path / "private"
+    data = images(tmp_path)
+    private = tmp_path / "private"
     for _ in range(3):
         kill_in_the_middle(data, private)
     summary = scan_at(data, private, LIMITS, processes=2)

@@ -55,7 +55,8 @@ def test_what_the_machine_did_not_read_is_tried_again_by_the_next_scan_and_not_b
         "killed": "too much memory",
     }.items():
         with case(name=name):
-            data, private = images(tmp_path / name, "a", name), tmp_path / f"private-{name}"
+            data = images(tmp_path / name, "a", name)
+            private = tmp_path / f"private-{name}"
             with monkeypatch.context() as failing:
                 failing.setattr(
                     subprocess,
@@ -79,7 +80,8 @@ def test_what_the_machine_did_not_read_is_tried_again_by_the_next_scan_and_not_b
 def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_with_it(
     tmp_path: Path,
 ) -> None:
-    data, private = tmp_path / "data", tmp_path / "private"
+    data = tmp_path / "data"
+    private = tmp_path / "private"
     data.mkdir()
     for number in range(3):
         if number == 2:

@@ -47,7 +47,8 @@ def made(folder: Path) -> Path:
 def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
     tmp_path: Path,
 ) -> None:
-    data, sheet = made(tmp_path), tmp_path / "sheet.png"
+    data = made(tmp_path)
+    sheet = tmp_path / "sheet.png"
     scan = ("silo", "scan", "--data", data, "--private", tmp_path / "private")
     finished = command(*scan, "--preview", sheet, "--plan", tmp_path / "recipe.toml")
     assert finished.code == 0, finished.err
@@ -79,7 +80,8 @@ def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
 
 def test_no_sheet_without_a_transform_that_fits_and_a_place_for_it(tmp_path: Path) -> None:
     scan = ("silo", "scan", "--data", made(tmp_path), "--private", tmp_path / "private")
-    recipe, sheet = tmp_path / "recipe.toml", tmp_path / "sheet.png"
+    recipe = tmp_path / "recipe.toml"
+    sheet = tmp_path / "sheet.png"
     assert command(*scan, "--preview", sheet).code == SetupError.exit_code
     assert command(*scan, "--plan", recipe).code == SetupError.exit_code
     assert (
@@ -114,7 +116,8 @@ def test_the_same_pictures_are_chosen_whatever_their_order_and_bad_ones_never() 
         for number in range(300)
         for reason in (None, "damaged")
     ]
-    one, other = PreviewSelection(), PreviewSelection()
+    one = PreviewSelection()
+    other = PreviewSelection()
     for each in actual:
         one.take(each)
     for each in reversed(actual):

@@ -17,7 +17,8 @@ RNG = np.random.default_rng(0)
 def images(low: float, high: float, dtype: str, num: int = 40) -> np.ndarray:
     """Images that each reach from `low` to `high`."""
     array = RNG.uniform(low, high, (num, 1, 8, 8))
-    array[:, 0, 0, 0], array[:, 0, 0, 1] = low, high
+    array[:, 0, 0, 0] = low
+    array[:, 0, 0, 1] = high
     return array.astype(dtype)
 
 

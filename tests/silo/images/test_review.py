@@ -363,7 +363,8 @@ def test_nobody_without_the_secret_address_sees_or_changes_anything(one_page: Pa
     ):
         status, _, answer = one_page.ask("GET", state, Host=host)
         assert status in (400, 421) and b"dcm" not in answer, host
-    decision, kind = json.dumps({"numbers": [0], "decision": "clear"}), "application/json"
+    decision = json.dumps({"numbers": [0], "decision": "clear"})
+    kind = "application/json"
     for headers in (
         {"Content_Type": kind},
         {"Content_Type": kind, "Origin": "http://evil.example"},
@@ -487,7 +488,8 @@ def test_a_signal_ends_the_page_and_its_decoders(
 
 def test_a_picture_is_drawn_in_its_window_and_whole(tmp_path: Path) -> None:
     values = np.zeros((1, 20, 30), np.int16)
-    values[0, :, 10:20], values[0, :, 20:] = 100, 3000
+    values[0, :, 10:20] = 100
+    values[0, :, 20:] = 3000
     in_window, whole = (
         np.asarray(Image.open(BytesIO(drawn(Picture(values, window=(0.0, 200.0)), window=window))))
         for window in (True, False)

@@ -102,7 +102,8 @@ def test_command_ends_with_an_error_where_nothing_is_accepted_or_named(tmp_path:
 
 
 def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
-    data, private = tmp_path / "data", tmp_path / "private"
+    data = tmp_path / "data"
+    private = tmp_path / "private"
     for number in range(4):
         image(data / f"{number}.png", number)
     (data / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -181,7 +182,8 @@ def test_finding_files_takes_time_in_proportion_to_their_number(tmp_path: Path) 
 
 
 def test_idx_is_read_with_the_labels_beside_it(tmp_path: Path) -> None:
-    values, labels = waves((3, 6, 5), high=255, dtype=np.uint8), np.array([2, 0, 2], np.uint8)
+    values = waves((3, 6, 5), high=255, dtype=np.uint8)
+    labels = np.array([2, 0, 2], np.uint8)
     (tmp_path / "idx").mkdir()
     for name, array in (("train-images-idx3-ubyte", values), ("train-labels-idx1-ubyte", labels)):
         sides = b"".join(side.to_bytes(4, "big") for side in array.shape)

@@ -26,10 +26,8 @@ def stack(
     """The slices of one scan, each 64 x 64."""
     stacks = Stacks()
     for number in range(num):
-        place, sides = (
-            (None if step_mm is None else step_mm * number),
-            (side_mm and (side_mm, side_mm)),
-        )
+        place = None if step_mm is None else step_mm * number
+        sides = side_mm and (side_mm, side_mm)
         part = SliceRecord(series="a1", place_mm=place, sides_mm=sides or None, head=head)
         stacks.add(PictureRecord(shape=(1, 64, 64), pixels=f"{number:032x}", slice=part))
     return stacks
@@ -92,7 +90,8 @@ def place(path: Path, number: int, series: str, **tags: Any) -> None:
 def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forgets_no_decision(
     tmp_path: Path,
 ) -> None:
-    data, private = tmp_path / "data", tmp_path / "private"
+    data = tmp_path / "data"
+    private = tmp_path / "private"
     data.mkdir()
     for number in range(24):
         place(data, number, "1", SeriesDescription="t1 HEAD sag", BodyPartExamined="")

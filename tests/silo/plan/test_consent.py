@@ -15,7 +15,9 @@ from tests.support.commands import command
 from tests.support.documents import plan_document, to_bytes
 from tests.support.federation import POLICY, TinyFederation, write_policy
 
-SILO, DIGEST, OTHER = "north", "a" * 64, "b" * 64
+SILO = "north"
+DIGEST = "a" * 64
+OTHER = "b" * 64
 
 
 def plan(**changes: Any) -> Plan:

@@ -25,7 +25,8 @@ from tests.support.federation import POLICY, TinyFederation, waive, write_policy
 from tests.support.parsers import submission_document
 
 SILO = "north"
-PLAN, OTHER = sha256_hex(b"this plan"), sha256_hex(b"another plan")
+PLAN = sha256_hex(b"this plan")
+OTHER = sha256_hex(b"another plan")
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 WHO = Responsible(role="head of data", reason="the committee decided")
 
@@ -138,10 +139,8 @@ def test_policy_whose_waiver_cannot_be_replaced_stays_as_it_is(
     planned_once, tmp_path: Path
 ) -> None:
     site = planned_once[0].copy(tmp_path / "copy").sites[SILO]
-    path, given = (
-        site.path / "policy.toml",
-        json.dumps(waiver().model_dump(mode="json")).replace('":', '"='),
-    )
+    path = site.path / "policy.toml"
+    given = json.dumps(waiver().model_dump(mode="json")).replace('":', '"=')
     inline = f"[audit]\nwaiver = {given}\n"
     path.write_text(inline)
     assert site.policy().audit.waiver == waiver()
@@ -187,7 +186,8 @@ def test_waiver_that_ends_while_the_draft_waits_must_be_given_again(
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})
     state = tiny.work(SILO, until="awaiting_approval")
-    first, plan_digest = str(state.submission_digest), str(state.plan_digest)
+    first = str(state.submission_digest)
+    plan_digest = str(state.plan_digest)
     later = waiver(plan_digest=plan_digest, expires_at=now_utc() - timedelta(seconds=1))
     for path in (site.private / "review" / "draft.json",):
         draft = Submission.parse(path.read_bytes(), subject="draft").model_dump(mode="json")

@@ -36,7 +36,8 @@ STATISTICS = {
     "sketch": None,
     "class_counts": None,
 }
-NUM_UNITS, DATA = 200, "d" * 64
+NUM_UNITS = 200
+DATA = "d" * 64
 
 
 def plan_of(**changes: object) -> Plan:
@@ -77,7 +78,8 @@ def test_training_that_starts_again_spends_nothing_again(tmp_path: Path) -> None
 
 
 def test_one_debit_pays_for_one_expert(tmp_path: Path) -> None:
-    ledger, expert = ledger_of(tmp_path / "site"), tmp_path / "expert.safetensors"
+    ledger = ledger_of(tmp_path / "site")
+    expert = tmp_path / "expert.safetensors"
     training = paid(ledger)
     training.check_undrawn()
     expert.write_bytes(b"one")

@@ -12,7 +12,8 @@ from silo.config import LedgerSettings, Site
 from silo.privacy.holder import note_site, open_ledger
 from tests.support.federation import POLICY, TinyFederation, cohort, recipe, write_policy
 
-FIRST, SECOND = "north", "hospital"
+FIRST = "north"
+SECOND = "hospital"
 COSTS = {
     "unit": "image",
     "total": {"epsilon": 6.0, "delta": 1e-5},
@@ -26,7 +27,8 @@ def two_federations(
 ) -> tuple[TinyFederation, TinyFederation]:
     """Two federations with a site each over the same images, and one ledger."""
     folder = tmp_path_factory.mktemp("holder")
-    data, ledger = folder / "images.npz", LedgerSettings(folder=str(folder / "ledger"))
+    data = folder / "images.npz"
+    ledger = LedgerSettings(folder=str(folder / "ledger"))
     np.savez(data, **cohort(40, 0.0, seed=1))  # type: ignore[arg-type]
     made = []
     for number, silo_id in enumerate((FIRST, SECOND)):

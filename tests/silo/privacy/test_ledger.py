@@ -148,7 +148,8 @@ def test_total_is_that_of_plans_chosen_in_the_light_of_earlier_ones(tmp_path: Pa
 
 
 def test_total_follows_the_order_of_debits_and_not_of_draws(tmp_path: Path) -> None:
-    small, large = {"sketch": GaussianMechanism(mu=0.2)}, {"sketch": GaussianMechanism(mu=1.5)}
+    small = {"sketch": GaussianMechanism(mu=0.2)}
+    large = {"sketch": GaussianMechanism(mu=1.5)}
     totals = []
     for name, order in (("a", (small, large)), ("b", (large, small))):
         ledger = open_ledger(tmp_path / name)
@@ -434,7 +435,8 @@ def _spend_last(folder: str, worker: int, barrier, refused) -> None:
 
 
 def test_two_processes_cannot_both_spend_the_last_of_the_budget(tmp_path: Path) -> None:
-    barrier, refused = CONTEXT.Barrier(2), CONTEXT.Value("i", 0)
+    barrier = CONTEXT.Barrier(2)
+    refused = CONTEXT.Value("i", 0)
     workers = [
         CONTEXT.Process(target=_spend_last, args=(str(tmp_path), worker, barrier, refused))
         for worker in range(2)

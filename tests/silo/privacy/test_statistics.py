@@ -30,7 +30,11 @@ from tests.support.documents import plan_document, to_bytes
 from tests.support.fork_server import CONTEXT
 from tests.support.seeded import Seeded
 
-GROUPS, CLASSES, WIDE, RANK, UNITS = 4, 5, 5, 3, 2000
+GROUPS = 4
+CLASSES = 5
+WIDE = 5
+RANK = 3
+UNITS = 2000
 DATA = sha256_hex(b"data 1")
 
 
@@ -144,7 +148,8 @@ def test_sketches_are_a_shuffle_of_their_units_plus_noise_of_their_level(tmp_pat
     images = make_images()[0]
     found = sketches_of(open_ledger(tmp_path), tmp_path).double()
     t_r = t_release(gaussian_mu(7.0, 1e-5), SKETCH.scale, LinearPath(), RANK)
-    clean, std = (1 - t_r) * HEAD.project(images), t_r / SKETCH.scale
+    clean = (1 - t_r) * HEAD.project(images)
+    std = t_r / SKETCH.scale
     total = (clean.T.cov(correction=0) + std**2 * torch.eye(RANK)).diagonal()
     inverse_cdf = chi2.isf([1 - 1e-7, 1e-7], UNITS - 1) / UNITS
     ratio = found.var(0, correction=0) / total
@@ -392,10 +397,8 @@ def test_every_release_looks_at_one_uniform_record_of_each_patient(tmp_path: Pat
 def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
     source = by_patient(torch.arange(4000) // GROUPS)  # each patient has one record in each group
     # two choices have the same histogram once in 90,000 times
-    ledger, noise = (
-        open_ledger(tmp_path, 1000.0),
-        Seeded(0),
-    )
+    ledger = open_ledger(tmp_path, 1000.0)
+    noise = Seeded(0)
     counts, classes = (
         load_tensors(
             draw_statistic(kind, source, ledger, tmp_path, noise=noise), None, max_bytes=10_000

@@ -48,7 +48,9 @@ def written(tiny: TinyFederation, out: Path, *words: object) -> tuple[Unit, Unit
 def test_units_keep_the_worker_from_the_network_and_the_courier_from_the_data(
     tiny: TinyFederation, tmp_path: Path
 ) -> None:
-    site, data, secret = tiny.sites["north"], tiny.path / "north.npz", tiny.path / "pass wort"
+    site = tiny.sites["north"]
+    data = tiny.path / "north.npz"
+    secret = tiny.path / "pass wort"
     worker, courier = written(tiny, tmp_path / "out")
     for half, unit in (("worker", worker), ("courier", courier)):
         with case(half=half):
@@ -75,7 +77,9 @@ def test_units_keep_the_worker_from_the_network_and_the_courier_from_the_data(
 def test_containers_mount_what_each_half_needs_and_nothing_else(
     tiny: TinyFederation, tmp_path: Path
 ) -> None:
-    site, data, secret = tiny.sites["north"], tiny.path / "north.npz", tiny.path / "pass wort"
+    site = tiny.sites["north"]
+    data = tiny.path / "north.npz"
+    secret = tiny.path / "pass wort"
     worker, courier = (
         unit.command() for unit in written(tiny, tmp_path / "out", "--kind", "containers")
     )

@@ -91,7 +91,8 @@ def test_worker_ends_before_its_first_step_where_a_folder_refuses_a_write(
     planned: Planned, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, _ = planned
-    site, opened = tiny.sites[SILO], os.open
+    site = tiny.sites[SILO]
+    opened = os.open
     (site.private / "checkpoints").mkdir(exist_ok=True)
 
     def read_only(path: object, flags: int, *rest: object, **more: object) -> int:
@@ -118,7 +119,8 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
     terms = limits | {"holdout_share": 0.25, "num_samples": 1500}
     write_policy(site, POLICY | {"audit": terms | {"waiver": site.policy().audit.waiver}})
     tiny.work(SILO, until="training")
-    work, most = open_workspace(site, plan_id), [0]
+    work = open_workspace(site, plan_id)
+    most = [0]
 
     def measure(state: State) -> None:
         files = [

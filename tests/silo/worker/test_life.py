@@ -109,7 +109,8 @@ def test_training_stops_when_its_plan_is_superseded_meanwhile(
     tiny.work(SILO, until="training")
     worker = worker_of(tiny)
     worker.look_s = 0.0
-    states, should_stop = [], worker.should_stop
+    states = []
+    should_stop = worker.should_stop
 
     def watch() -> bool:
         states.append(worker.state.state)
@@ -187,7 +188,8 @@ def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
     replaced: tuple[TinyFederation, str, str], state: str
 ) -> None:
     tiny, first, second = replaced
-    site, key = tiny.sites[SILO], tiny.key(SILO)
+    site = tiny.sites[SILO]
+    key = tiny.key(SILO)
     small = {"privacy": {"max_epsilon": 3.0}} if state == "plan_refused" else {}
     write_policy(site, (POLICY if state == "in_outbox" else PERSON) | small)
     tiny.work(SILO, until=state)
@@ -240,7 +242,8 @@ def test_refusal_says_what_may_be_tried_again_and_what_it_costs(
 def test_images_mended_after_a_refusal_are_not_answered_with_the_old_expert(
     planned_once: Planned, tmp_path: Path
 ) -> None:
-    tiny, plan_id = planned_once[0].copy(tmp_path / "copy"), planned_once[1]
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    plan_id = planned_once[1]
     site = tiny.sites[SILO]
     refused_once(tiny, plan_id)
     with pytest.raises(SubmissionRefusedError):
@@ -293,7 +296,8 @@ def test_retraining_on_the_same_images_costs_no_epsilon(
 def test_site_says_that_a_person_at_the_aggregator_decides(
     planned_once: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, plan_id = planned_once[0].copy(tmp_path / "copy"), planned_once[1]
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    plan_id = planned_once[1]
     site = tiny.sites[SILO]
     tiny.work(SILO)
     tiny.collect(SILO, plan_id)
@@ -335,10 +339,12 @@ def test_problem_that_was_solved_is_gone_when_the_work_goes_on(
 def test_word_that_a_plan_was_given_up_is_believed_from_the_silos_own_key_alone(
     planned_once: Planned, tmp_path: Path
 ) -> None:
-    tiny, plan_id = planned_once[0].copy(tmp_path / "copy"), planned_once[1]
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    plan_id = planned_once[1]
     arrived = tiny.federation.incoming / plan_id / SILO / LEAVE_NAME
     arrived.parent.mkdir(parents=True)
-    key, at = tiny.key(SILO), tiny.federation.current_plan()[0].created_at
+    key = tiny.key(SILO)
+    at = tiny.federation.current_plan()[0].created_at
     for name, forged in {
         "another key": seal_leave_notice(plan_id, SILO, SigningKey.generate(), at),
         "another silo's key": seal_leave_notice(plan_id, SILO, tiny.key("south"), at),

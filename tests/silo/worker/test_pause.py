@@ -61,9 +61,12 @@ def test_training_that_is_paused_goes_on_at_the_next_step_and_ends_with_the_undi
     planned: tuple[TinyFederation, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, plan_id = planned
-    site, control = tiny.sites[SILO], tiny.copy(tmp_path / "control")
+    site = tiny.sites[SILO]
+    control = tiny.copy(tmp_path / "control")
     control.work(SILO)
-    stopping, waited, steps = threading.Event(), list[str](), list[int]()
+    stopping = threading.Event()
+    waited = list[str]()
+    steps = list[int]()
     advance = TrainingState.advance
 
     def counted(self: TrainingState, *words: object) -> None:
@@ -109,7 +112,9 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     plan_id = tiny.sign(recipe_of_many_steps())
     tiny.deliver_plan(SILO, plan_id)
-    control, site, secret = tiny.copy(tmp_path / "control"), tiny.sites[SILO], tmp_path / "pass"
+    control = tiny.copy(tmp_path / "control")
+    site = tiny.sites[SILO]
+    secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     first = start(site, secret)
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
@@ -239,7 +244,8 @@ def test_time_left_of_a_count_follows_its_own_stage(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("silo.worker.progress.time.monotonic", lambda: now[0])
-    meter, plan_id = ProgressMeter(tmp_path), "tiny-00000000"
+    meter = ProgressMeter(tmp_path)
+    plan_id = "tiny-00000000"
     meter.count("reading images", plan_id, 0, 100)
     now[0] += 10.0
     meter.count("reading images", plan_id, 20, 100)

@@ -28,7 +28,8 @@ from tests.support.waiting import LIMIT_S
 SILO = "north"
 TOLERANCE = 2e-5
 OURS = [b"-P", b"-m", b"ddm.training"]
-LISTENING, LOOPBACK = "0A", "0100007F"  # as the kernel writes them
+LISTENING = "0A"
+LOOPBACK = "0100007F"  # as the kernel writes them
 
 
 def ask_for_processes(site: Site, num: int) -> None:
@@ -95,10 +96,13 @@ def looked_into(pid: int, look: Callable[[list[int]], None]) -> Iterator[set[str
     Yields:
         The addresses at which they take connections, as they are heard of.
     """
-    stopped, others, addresses = threading.Event(), set(descendants(pid)), set[str]()
+    stopped = threading.Event()
+    others = set(descendants(pid))
+    addresses = set[str]()
 
     def wait_and_look() -> None:
-        heard, pids = set[int](), list[int]()
+        heard = set[int]()
+        pids = list[int]()
         while len(heard) < 2:
             if stopped.wait(0.005):
                 return
@@ -140,9 +144,12 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
 ) -> None:
     monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
     tiny, plan_id = planned
-    alone, site, key = tiny.copy(tmp_path / "alone"), tiny.sites[SILO], tiny.key(SILO)
+    alone = tiny.copy(tmp_path / "alone")
+    site = tiny.sites[SILO]
+    key = tiny.key(SILO)
     ask_for_processes(site, 2)
-    secret, held = key._private.private_bytes_raw(), dict[int, bool]()
+    secret = key._private.private_bytes_raw()
+    held = dict[int, bool]()
     shared = dict[int, set[str]]()
 
     def look(pids: list[int]) -> None:
@@ -195,7 +202,8 @@ def steps(site: Site) -> set[str]:
 def test_silo_ends_with_the_same_bytes_when_it_was_killed_or_stopped_and_when_one_of_its_processes_was_killed(
     long: TinyFederation, tmp_path: Path
 ) -> None:
-    control, site = long.copy(tmp_path / "control").sites[SILO], long.sites[SILO]
+    control = long.copy(tmp_path / "control").sites[SILO]
+    site = long.sites[SILO]
     process = run_worker(site)
     pids = under_way(site, process)
     end(process, signal.SIGKILL)

@@ -114,11 +114,9 @@ def written(jobs: Path) -> set[str]:
 def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is(
     planned: TinyFederation, tmp_path: Path
 ) -> None:
-    control, site, jobs = (
-        planned.copy(tmp_path / "control").sites[SILO],
-        planned.sites[SILO],
-        tmp_path / "jobs",
-    )
+    control = planned.copy(tmp_path / "control").sites[SILO]
+    site = planned.sites[SILO]
+    jobs = tmp_path / "jobs"
     on_slurm(site, jobs)
     process = run_worker(site)
     pids = under_way(jobs, process)
@@ -165,7 +163,8 @@ def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is
 def test_stopped_worker_stops_the_job_and_another_goes_on_from_its_checkpoint(
     planned: TinyFederation, tmp_path: Path
 ) -> None:
-    site, jobs = planned.sites[SILO], tmp_path / "jobs"
+    site = planned.sites[SILO]
+    jobs = tmp_path / "jobs"
     on_slurm(site, jobs)
     process = run_worker(site)
     under_way(jobs, process)

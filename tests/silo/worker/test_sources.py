@@ -79,7 +79,8 @@ def test_worker_sends_the_same_expert_and_spends_on_the_same_data_set_from_every
     results = {}
     for make in SOURCES:
         copied = tiny.copy(tmp_path / make.__name__)
-        site, folder = copied.sites["north"], tmp_path / f"{make.__name__}.data"
+        site = copied.sites["north"]
+        folder = tmp_path / f"{make.__name__}.data"
         folder.mkdir()
         bring(site, make(tiny.path / "north.npz", folder))
         state = copied.work("north")
@@ -113,17 +114,16 @@ def test_statistics_are_the_same_to_the_bit_from_files_and_from_memory(tmp_path:
     assert not isinstance(from_file, torch.Tensor)
 
 
-SIDE, NUM = 32, 1 << 16
+SIDE = 32
+NUM = 1 << 16
 SPEC = DataSpec(shape=(1, SIDE, SIDE), range=(-1.0, 1.0))
 
 
 def through_all_stages(path: Path, folder: Path) -> None:
     """Scan, assign, train on a half, draw sketches."""
     public = torch.rand(64, *SPEC.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    encoder, sketch = (
-        PcaEncoder.fit(public, 4),
-        Sketch.fit(public, torch.zeros(64, dtype=torch.int64), 4, 1),
-    )
+    encoder = PcaEncoder.fit(public, 4)
+    sketch = Sketch.fit(public, torch.zeros(64, dtype=torch.int64), 4, 1)
     cell = torch.zeros(2, dtype=torch.int64)
     files = PlanFiles(encoder, Clusters(encoder.encode(public[:2]), cell, cell), sketch)
     cohort = cohort_at(

@@ -41,7 +41,8 @@ def export(folder: Path, *, nobody: int = 0) -> Path:
 
 def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, object]) -> Site:
     """Make the site of a silo by its commands, and let the aggregator take it in."""
-    site, card = Site(tiny.path / silo_id), tiny.path / f"{silo_id}.card.json"
+    site = Site(tiny.path / silo_id)
+    card = tiny.path / f"{silo_id}.card.json"
     (tiny.path / "pass").write_bytes(PASSPHRASE + b"\n")
     passphrase = ("--passphrase-file", tiny.path / "pass")
     root = sha256_hex(tiny.root.read_bytes())

@@ -71,10 +71,8 @@ def loss(architecture: Dit, weights: dict[str, Tensor], images: Tensor) -> float
     expert = build_expert(architecture, images.shape[1:])
     expert.load_state_dict(weights)
     generator = torch.Generator().manual_seed(9)
-    t, noise = (
-        torch.rand(len(images), generator=generator),
-        torch.randn(images.shape, generator=generator),
-    )
+    t = torch.rand(len(images), generator=generator)
+    noise = torch.randn(images.shape, generator=generator)
     x = (1 - t[:, None, None, None]) * images + t[:, None, None, None] * noise
     return float((expert(x, t) - (noise - images)).square().mean())
 
@@ -82,14 +80,17 @@ def loss(architecture: Dit, weights: dict[str, Tensor], images: Tensor) -> float
 def test_expert_trained_on_at_twice_the_resolution_is_ahead_of_one_from_random_weights(
     tmp_path: Path,
 ) -> None:
-    small, large, held_out = blobs(256, 8, seed=0), blobs(256, 16, seed=0), blobs(128, 16, seed=1)
+    small = blobs(256, 8, seed=0)
+    large = blobs(256, 16, seed=0)
+    held_out = blobs(128, 16, seed=1)
     gridded = ARCHITECTURE.model_copy(update={"position_grid": (4, 4)})
     base = trained(build_expert(ARCHITECTURE, (1, 8, 8)), small, 250, tmp_path / "base")
     known = build_expert(gridded, (1, 16, 16))
     known.load_state_dict(base)
     fine_tuned = trained(known, large, 30, tmp_path / "on")
     fresh = trained(build_expert(gridded, (1, 16, 16)), large, 30, tmp_path / "fresh")
-    ahead, behind = loss(gridded, fine_tuned, held_out), loss(gridded, fresh, held_out)
+    ahead = loss(gridded, fine_tuned, held_out)
+    behind = loss(gridded, fresh, held_out)
     assert ahead < 0.7 * behind
     # The control: without the rescaled places the weights meet positions that they never saw.
     assert loss(gridded, base, held_out) < loss(ARCHITECTURE, base, held_out)
@@ -188,7 +189,8 @@ def test_plan_is_refused_where_the_own_expert_is_not_the_one_that_was_accepted(
     resumed_once: Grown, tmp_path: Path, spoil: str, error: type[Exception]
 ) -> None:
     tiny = resumed_once[0].copy(tmp_path / "copy")
-    old_id, site = resumed_once[2], tiny.sites["east"]
+    old_id = resumed_once[2]
+    site = tiny.sites["east"]
     expert = site.private / "checkpoints" / old_id / "experts" / "east" / "expert.safetensors"
     if spoil == "expert":
         data = bytearray(expert.read_bytes())

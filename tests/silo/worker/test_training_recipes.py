@@ -65,7 +65,8 @@ def trained(
 ) -> dict[str, Tensor]:
     """The tensors of the one expert that `silo_id` trains."""
     files = PlanFiles(encoder=None, clusters=ONE_GROUP, sketch=None)  # type: ignore[arg-type]  # neither is used
-    work, fine_N = Workspace(folder / silo_id), torch.zeros(NUM, dtype=torch.int64)
+    work = Workspace(folder / silo_id)
+    fine_N = torch.zeros(NUM, dtype=torch.int64)
     work.expert_path(silo_id).parent.mkdir(parents=True)
     training = SiloTraining(
         plan=the_plan,
@@ -90,10 +91,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_silo_trains_its_own_exception_and_its_neighbours_what_all_train(tmp_path: Path) -> None:
     other = {"silo_id": "north", "path": "cosine_vp", "prediction": "eps"}
-    plain, mixed = (
-        plan(),
-        plan(objective={"path": "linear", "prediction": "velocity", "exceptions": [other]}),
-    )
+    plain = plan()
+    mixed = plan(objective={"path": "linear", "prediction": "velocity", "exceptions": [other]})
     throughout = plan(objective={"path": "cosine_vp", "prediction": "eps"})
     north = trained(mixed, tmp_path / "mixed")
     assert same(north, trained(throughout, tmp_path / "throughout"))

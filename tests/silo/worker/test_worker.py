@@ -184,7 +184,8 @@ def test_worker_refuses_images_that_changed_after_they_were_scanned(
     tiny.work(SILO, until="assigned")
     path = tiny.path / "data.npz"
     with np.load(tiny.sites[SILO].settings().data) as archive:
-        changed, labels = archive["images"].copy(), archive["labels"]
+        changed = archive["images"].copy()
+        labels = archive["labels"]
     changed[0, 0, 0, 0] += 0.01 if changed[0, 0, 0, 0] < 0 else -0.01
     np.savez(path, images=changed, labels=labels)
     settings = tiny.sites[SILO].path / "silo.toml"
@@ -390,7 +391,8 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     plan_id = tiny.sign(recipe_of_many_steps())
     tiny.deliver_plan(SILO, plan_id)
-    control, site = tiny.copy(tmp_path / "control"), tiny.sites[SILO]
+    control = tiny.copy(tmp_path / "control")
+    site = tiny.sites[SILO]
     # so that it is caught in mid-training, however busy the machine
     process = run_worker(site, "nice", "-n", "5")
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
