@@ -42,7 +42,8 @@ def write_autoencoder(
     images: int = 3,
 ) -> Any:
     """Write a small autoencoder into a folder as diffusers does, and return diffusers' own, opened from there."""
-    cls, levels = autoencoder_kl(), len(channels)
+    cls = autoencoder_kl()
+    levels = len(channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         made = cls(

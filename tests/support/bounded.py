@@ -67,20 +67,25 @@ def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
 def _measured(
     attack: Callable[[], object], mib: int, cpu_s: int, begin: Callable[[], object]
 ) -> dict[str, object]:
-    slow, used = slowness(), time.process_time()
+    slow = slowness()
+    used = time.process_time()
     most_s = int(used + 4 * cpu_s * slow) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
     _give_back_free_pages()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    before, mapped = _status("VmRSS"), _status("RssFile")
+    before = _status("VmRSS")
+    mapped = _status("RssFile")
     most = (_status("VmSize") + 4 * mib * 1024) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     begin()
-    started, error, message = time.process_time(), None, ""
+    started = time.process_time()
+    error = None
+    message = ""
     try:
         attack()
     except BaseException as raised:
-        error, message = type(raised).__name__, str(raised)[:1000]
+        error = type(raised).__name__
+        message = str(raised)[:1000]
     spent = (time.process_time() - started) / slow
     taken = _status("VmHWM") - before - max(0, _status("RssFile") - mapped)
     return {"error": error, "message": message, "cpu_s": spent, "mib": taken / 1024}

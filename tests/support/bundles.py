@@ -26,7 +26,8 @@ class Signer:
     )
 
     def __post_init__(self) -> None:
-        keys, public = self.keys, {role: Holders((key.public,)) for role, key in self.keys.items()}
+        keys = self.keys
+        public = {role: Holders((key.public,)) for role, key in self.keys.items()}
         holders = {
             "root": "root",
             "targets": "targets",

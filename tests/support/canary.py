@@ -25,9 +25,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-NAME, FOREIGN, NUMBER, BIRTH = "DOE^JOHN", "MÜLLER^JÖRG", "MRN48213377", "19370514"
+NAME = "DOE^JOHN"
+FOREIGN = "MÜLLER^JÖRG"
+NUMBER = "MRN48213377"
+BIRTH = "19370514"
 TEXTS = (NAME, FOREIGN, NUMBER, BIRTH)
-_DEPTH, _MOST = 3, 1 << 26  # of what is packed in what is packed; bytes that one stream may hold
+_DEPTH = 3
+_MOST = 1 << 26  # of what is packed in what is packed; bytes that one stream may hold
 _ZLIB = tuple(bytes([0x78, flags]) for flags in (0x01, 0x5E, 0x9C, 0xDA))
 _DIGESTS = ("md5", "sha1", "sha256", "sha512", "blake2b", "blake2s")
 
@@ -66,7 +70,10 @@ def forms(text: str) -> dict[str, bytes]:
 
 def packed(plain: bytes, folder: Path) -> dict[str, bytes]:
     """Return files that hold some bytes, packed in each way that the search undoes."""
-    archive, stored, table, database = BytesIO(), BytesIO(), BytesIO(), folder / "database.sqlite"
+    archive = BytesIO()
+    stored = BytesIO()
+    table = BytesIO()
+    database = folder / "database.sqlite"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as members:
         members.writestr("a.txt", b"x" * 100 + plain)
     np.savez_compressed(stored, cells=np.frombuffer(plain, np.uint8))
@@ -106,7 +113,8 @@ def _needles() -> dict[bytes, tuple[str, str]]:
 def _in_base64(plain: bytes, at: int) -> bytes:
     """Return the letters of base64 that follow from a text alone, where `at` bytes come before it."""
     whole = base64.b64encode(bytes(at) + plain + bytes(3))
-    first, last = -(-8 * at // 6), 8 * (at + len(plain)) // 6
+    first = -(-8 * at // 6)
+    last = 8 * (at + len(plain)) // 6
     return whole[first:last]
 
 

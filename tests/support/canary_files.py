@@ -20,8 +20,13 @@ from tests.support.canary import BIRTH, FOREIGN, NAME, NUMBER, TEXTS
 from tests.support.dicom_files import tags_of, write
 
 ALL = " / ".join(TEXTS)
-_DESCRIPTION, _ARTIST, _COPYRIGHT, _XP_COMMENT, _EXIF = 0x010E, 0x013B, 0x8298, 0x9C9C, 0x8769
-_USER_COMMENT, _PRIVATE_TIFF = 0x9286, 65000
+_DESCRIPTION = 0x010E
+_ARTIST = 0x013B
+_COPYRIGHT = 0x8298
+_XP_COMMENT = 0x9C9C
+_EXIF = 0x8769
+_USER_COMMENT = 0x9286
+_PRIVATE_TIFF = 65000
 
 
 def export_tree(folder: Path, num: int, seed: int) -> Path:
@@ -75,17 +80,22 @@ def dicom(path: Path, values: np.ndarray, patient: int) -> Path:
 def _named(values: np.ndarray, patient: int = 0) -> pydicom.dataset.FileDataset:
     tags = tags_of(values.astype(np.uint16) * 16)
     tags.SpecificCharacterSet = "ISO_IR 100"
-    tags.PatientName, tags.PatientID, tags.PatientBirthDate = NAME, f"{NUMBER}-{patient}", BIRTH
-    tags.OtherPatientIDs, tags.OtherPatientNames, tags.PatientComments = (
-        [NUMBER, NAME],
-        FOREIGN,
-        ALL,
-    )
-    tags.ReferringPhysicianName, tags.InstitutionName, tags.StudyDescription = FOREIGN, NAME, ALL
-    tags.SeriesDescription, tags.ProtocolName, tags.AccessionNumber = NAME, NAME, NUMBER
+    tags.PatientName = NAME
+    tags.PatientID = f"{NUMBER}-{patient}"
+    tags.PatientBirthDate = BIRTH
+    tags.OtherPatientIDs = [NUMBER, NAME]
+    tags.OtherPatientNames = FOREIGN
+    tags.PatientComments = ALL
+    tags.ReferringPhysicianName = FOREIGN
+    tags.InstitutionName = NAME
+    tags.StudyDescription = ALL
+    tags.SeriesDescription = NAME
+    tags.ProtocolName = NAME
+    tags.AccessionNumber = NUMBER
     tags.BodyPartExamined = "CHEST"
     inner = Dataset()
-    inner.PatientID, inner.IssuerOfPatientID = NUMBER, NAME
+    inner.PatientID = NUMBER
+    inner.IssuerOfPatientID = NAME
     tags.OtherPatientIDsSequence = Sequence([inner])
     block = tags.private_block(0x0099, NAME, create=True)
     block.add_new(0x01, "LO", NAME)
@@ -113,15 +123,17 @@ def overlaid(path: Path, values: np.ndarray) -> Path:
 
 def iconed(path: Path, values: np.ndarray) -> Path:
     """Write a DICOM file with an icon, whose pixels spell the texts."""
-    tags, icon = _named(values), Dataset()
+    tags = _named(values)
+    icon = Dataset()
     spelt = ALL.encode("utf-8").ljust(64, b"\0")[:64]
-    icon.SamplesPerPixel, icon.PhotometricInterpretation, icon.Rows, icon.Columns = (
-        1,
-        "MONOCHROME2",
-        8,
-        8,
-    )
-    icon.BitsAllocated, icon.BitsStored, icon.HighBit, icon.PixelRepresentation = 8, 8, 7, 0
+    icon.SamplesPerPixel = 1
+    icon.PhotometricInterpretation = "MONOCHROME2"
+    icon.Rows = 8
+    icon.Columns = 8
+    icon.BitsAllocated = 8
+    icon.BitsStored = 8
+    icon.HighBit = 7
+    icon.PixelRepresentation = 0
     icon.PixelData = spelt
     tags.IconImageSequence = Sequence([icon])
     return write(tags, path)
@@ -129,7 +141,9 @@ def iconed(path: Path, values: np.ndarray) -> Path:
 
 def _exif() -> Image.Exif:
     exif = Image.Exif()
-    exif[_DESCRIPTION], exif[_ARTIST], exif[_COPYRIGHT] = ALL, NAME, FOREIGN
+    exif[_DESCRIPTION] = ALL
+    exif[_ARTIST] = NAME
+    exif[_COPYRIGHT] = FOREIGN
     exif[_XP_COMMENT] = ALL.encode("utf-16-le")
     exif.get_ifd(_EXIF)[_USER_COMMENT] = b"ASCII\0\0\0" + ALL.encode("latin-1")
     return exif
@@ -164,8 +178,10 @@ def tiff(path: Path, values: np.ndarray) -> Path:
 def nifti(path: Path, values: np.ndarray) -> Path:
     """Write one slice as NIfTI, with the texts in its header and in extensions."""
     made = nibabel.Nifti1Image(values.T[:, ::-1, None].copy(), np.eye(4))
-    made.header["descrip"], made.header["aux_file"] = NAME.encode(), NUMBER.encode()
-    made.header["db_name"], made.header["intent_name"] = BIRTH.encode(), NAME.encode()
+    made.header["descrip"] = NAME.encode()
+    made.header["aux_file"] = NUMBER.encode()
+    made.header["db_name"] = BIRTH.encode()
+    made.header["intent_name"] = NAME.encode()
     for code in ("comment", "dicom"):
         content = ALL.encode("utf-8") if code == "comment" else _tags_alone()
         made.header.extensions.append(nibabel.nifti1.Nifti1Extension(code, content))
@@ -175,18 +191,22 @@ def nifti(path: Path, values: np.ndarray) -> Path:
 
 
 def _tags_alone() -> bytes:
-    tags, packed = Dataset(), io.BytesIO()
-    tags.PatientName, tags.PatientID = NAME, NUMBER
+    tags = Dataset()
+    packed = io.BytesIO()
+    tags.PatientName = NAME
+    tags.PatientID = NUMBER
     pydicom.dcmwrite(packed, tags, implicit_vr=True, little_endian=True, enforce_file_format=False)
     return packed.getvalue()
 
 
 def thumbnailed(path: Path, values: np.ndarray) -> Path:
     """Write a JPEG whose EXIF holds a thumbnail, in the comment of which the texts stand."""
-    whole, small = io.BytesIO(), io.BytesIO()
+    whole = io.BytesIO()
+    small = io.BytesIO()
     Image.fromarray(values).save(whole, "JPEG")
     Image.fromarray(values).save(small, "JPEG", comment=ALL.encode("utf-8"))
-    size, data = len(small.getvalue()), whole.getvalue()
+    size = len(small.getvalue())
+    data = whole.getvalue()
     directory = struct.pack("<HHHIIHHIII", 2, 0x0201, 4, 1, 44, 0x0202, 4, 1, size, 0)
     exif = b"Exif\0\0II*\0" + struct.pack("<IHI", 8, 0, 14) + directory + small.getvalue()
     target = path.with_name(path.name + ".jpg")

@@ -25,7 +25,8 @@ class Done:
 
 def command(*words: object) -> Done:
     """Run a command to its end; a stack trace or an undocumented error fails the test."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
         run_app(APPS[str(words[0])], [str(word) for word in words[1:]])
     assert "Traceback" not in out.getvalue() + err.getvalue()

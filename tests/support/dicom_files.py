@@ -44,20 +44,28 @@ def tags_of(values: np.ndarray, *, bits: int = 12, **others: Any) -> FileDataset
     """Return an image of greys (H, W), colours (H, W, 3) or frames (N, H, W), uncompressed."""
     meta = FileMetaDataset()
     kind = others.pop("SOPClassUID", CTImageStorage)
-    meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID = kind
     meta.MediaStorageSOPInstanceUID = generate_uid(entropy_srcs=["1"])
     tags = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
-    tags.SOPClassUID, tags.SOPInstanceUID = kind, meta.MediaStorageSOPInstanceUID
-    tags.PatientID, tags.PatientName, tags.Modality = "MRN0017", "DOE^JOHN", "CT"
+    tags.SOPClassUID = kind
+    tags.SOPInstanceUID = meta.MediaStorageSOPInstanceUID
+    tags.PatientID = "MRN0017"
+    tags.PatientName = "DOE^JOHN"
+    tags.Modality = "CT"
     colours = values.ndim == 3 and values.shape[-1] == 3
     height, width = values.shape[-3:-1] if colours else values.shape[-2:]
-    tags.Rows, tags.Columns, tags.SamplesPerPixel = height, width, 3 if colours else 1
+    tags.Rows = height
+    tags.Columns = width
+    tags.SamplesPerPixel = 3 if colours else 1
     tags.PhotometricInterpretation = "RGB" if colours else "MONOCHROME2"
     if colours:
         tags.PlanarConfiguration = 0
     elif values.ndim == 3:
         tags.NumberOfFrames = len(values)
-    tags.BitsAllocated, tags.BitsStored, tags.HighBit = 8 * values.itemsize, bits, bits - 1
+    tags.BitsAllocated = 8 * values.itemsize
+    tags.BitsStored = bits
+    tags.HighBit = bits - 1
     tags.PixelRepresentation = int(values.dtype.kind == "i")
     tags.PixelData = values.tobytes()
     for name, value in others.items():
@@ -93,11 +101,9 @@ def through_gdcm(source: Path, path: Path, kind: str) -> Path:
     """Write a file again with its pixels in a transfer syntax that GDCM names."""
     import gdcm
 
-    reader, writer, change = (
-        gdcm.ImageReader(),
-        gdcm.ImageWriter(),
-        gdcm.ImageChangeTransferSyntax(),
-    )
+    reader = gdcm.ImageReader()
+    writer = gdcm.ImageWriter()
+    change = gdcm.ImageChangeTransferSyntax()
     reader.SetFileName(str(source))
     assert reader.Read()
     change.SetTransferSyntax(gdcm.TransferSyntax(getattr(gdcm.TransferSyntax, kind)))
@@ -131,25 +137,28 @@ def bare(path: Path, *, implicit: bool) -> Path:
 def enhanced(values: np.ndarray, places: list[float], path: Path, body_part: str = "CHEST") -> Path:
     """Write frames (N, H, W) that lie along the body's axis, each at its place in mm."""
     tags = tags_of(values, SOPClassUID=EnhancedCTImageStorage, BodyPartExamined=body_part)
-    shared, frames = Dataset(), []
-    measures, orientation, rescale = Dataset(), Dataset(), Dataset()
-    measures.PixelSpacing, measures.SliceThickness = [0.5, 0.75], 2.0
+    shared = Dataset()
+    frames = []
+    measures = Dataset()
+    orientation = Dataset()
+    rescale = Dataset()
+    measures.PixelSpacing = [0.5, 0.75]
+    measures.SliceThickness = 2.0
     orientation.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
-    rescale.RescaleSlope, rescale.RescaleIntercept, rescale.RescaleType = 2, -1000, "HU"
-    shared.PixelMeasuresSequence, shared.PlaneOrientationSequence = (
-        Sequence([measures]),
-        Sequence([orientation]),
-    )
+    rescale.RescaleSlope = 2
+    rescale.RescaleIntercept = -1000
+    rescale.RescaleType = "HU"
+    shared.PixelMeasuresSequence = Sequence([measures])
+    shared.PlaneOrientationSequence = Sequence([orientation])
     shared.PixelValueTransformationSequence = Sequence([rescale])
     for place in places:
-        frame, position = Dataset(), Dataset()
+        frame = Dataset()
+        position = Dataset()
         position.ImagePositionPatient = [10, 20, place]
         frame.PlanePositionSequence = Sequence([position])
         frames.append(frame)
-    tags.SharedFunctionalGroupsSequence, tags.PerFrameFunctionalGroupsSequence = (
-        Sequence([shared]),
-        Sequence(frames),
-    )
+    tags.SharedFunctionalGroupsSequence = Sequence([shared])
+    tags.PerFrameFunctionalGroupsSequence = Sequence(frames)
     return write(tags, path)
 
 
@@ -162,7 +171,8 @@ def inflating(path: Path, num_bytes: int) -> Path:
     head = small.getvalue()
     meta_bytes = 132 + 12 + int.from_bytes(head[140:144], "little")
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-    block, body = bytes(1 << 20), bytearray()
+    block = bytes(1 << 20)
+    body = bytearray()
     for _ in range(num_bytes >> 20):
         body += packer.compress(block)
     path.write_bytes(head[:meta_bytes] + bytes(body) + packer.flush())
@@ -323,11 +333,9 @@ def lossless_jpeg(
                 elif column == 0:
                     expected = plane[row - 1, 0]
                 else:
-                    left, above, corner = (
-                        plane[row, column - 1],
-                        plane[row - 1, column],
-                        plane[row - 1, column - 1],
-                    )
+                    left = plane[row, column - 1]
+                    above = plane[row - 1, column]
+                    corner = plane[row - 1, column - 1]
                     expected = (
                         left,
                         above,
@@ -358,7 +366,8 @@ def dct_jpeg(
     """
     planes = values.astype(float).reshape(*values.shape[:2], -1) - (1 << (bits - 1))
     identifiers = identifiers[: planes.shape[-1]]
-    high, wide = -(-planes.shape[0] // 8) * 8, -(-planes.shape[1] // 8) * 8
+    high = -(-planes.shape[0] // 8) * 8
+    wide = -(-planes.shape[1] // 8) * 8
     planes = np.pad(
         planes, ((0, high - planes.shape[0]), (0, wide - planes.shape[1]), (0, 0)), "edge"
     )

@@ -27,7 +27,10 @@ from tests.support.documents import AGREED, plan_document, to_bytes
 from tests.support.parsers import card_document
 from tests.support.policies import ordinary
 
-SILO, RANK, SIDE, DELTA = "north", 4, 4, 1e-5
+SILO = "north"
+RANK = 4
+SIDE = 4
+DELTA = 1e-5
 ROLES = ("root", "targets", "online", "plans", "release", SILO)
 
 
@@ -103,7 +106,8 @@ class Aggregator:
     num_plans: int = 0
 
     def __post_init__(self) -> None:
-        keys, public = self.keys, {role: Holders((key.public,)) for role, key in self.keys.items()}
+        keys = self.keys
+        public = {role: Holders((key.public,)) for role, key in self.keys.items()}
         holders = {
             "root": "root",
             "targets": "targets",

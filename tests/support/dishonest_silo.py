@@ -89,7 +89,8 @@ class Inventor:
         return folder
 
     def _sign(self, submission: Submission, folder: Path) -> None:
-        encoded, prefix = submission.encode(), f"{submission.plan_id}/"
+        encoded = submission.encode()
+        prefix = f"{submission.plan_id}/"
         name = submission_path(self.silo_id)
         (folder / name).write_bytes(encoded)
         signed = {prefix + name: (len(encoded), sha256_hex(encoded))}
@@ -110,7 +111,8 @@ class Inventor:
         self, kind: str, plan: Plan, files: PlanFiles, num_units: int
     ) -> dict[str, Tensor]:
         """Invent a statistic of so many units; every one lies well within what honest noise explains."""
-        num_groups, terms = plan.statistics.counts.num_groups, plan.statistics
+        num_groups = plan.statistics.counts.num_groups
+        terms = plan.statistics
         if kind in ("counts", "class_counts"):
             num_classes = terms.class_counts.num_classes if terms.class_counts else 1
             num_cells = num_groups * (num_classes if kind == "class_counts" else 1)
@@ -120,10 +122,8 @@ class Inventor:
             return {
                 "counts": counts.view(num_classes, num_groups) if kind == "class_counts" else counts
             }
-        rank, t_release = (
-            terms.sketch.rank if terms.sketch else 0,
-            sketch_noise_level(plan, files.sketch) or 0.0,
-        )
+        rank = terms.sketch.rank if terms.sketch else 0
+        t_release = sketch_noise_level(plan, files.sketch) or 0.0
         generator = torch.Generator().manual_seed(0)
         return {
             "sketch": t_release

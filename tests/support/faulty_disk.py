@@ -110,7 +110,8 @@ class Commands:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        count, output = self._folder / "count", self._folder / "output"
+        count = self._folder / "count"
+        output = self._folder / "output"
         count.unlink(missing_ok=True)
         environment = fault.environment(count) if fault else {}
         asked = {

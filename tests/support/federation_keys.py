@@ -112,11 +112,9 @@ class KeyedFederation:
 
     def rotate(self, silo_id: str) -> Path:
         """Give a silo a new key, which its old key announces; return what the silo hands out. No plan names it yet."""
-        path, old, new = (
-            self.path / f"{silo_id}.card.json",
-            self.silos[silo_id],
-            SigningKey.generate(),
-        )
+        path = self.path / f"{silo_id}.card.json"
+        old = self.silos[silo_id]
+        new = SigningKey.generate()
         data = path.read_bytes()
         before = RotatedCard.parse(data, subject="card") if b"rotated-card" in data else None
         card = read_card(before.card.encode() if before else data).model_copy(

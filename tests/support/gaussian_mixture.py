@@ -40,7 +40,8 @@ class GaussianMixture:
 
     def log_components(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
         """``log N(x; alpha m_c, alpha^2 v_c + sigma^2)``, shape (B, C)."""
-        alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
+        alpha = self.path.alpha(t_B)[:, None, None]
+        sigma = self.path.sigma(t_B)[:, None, None]
         variance_BCD = alpha.square() * self.variance_CD.to(x_BD) + sigma.square()
         square_BCD = (x_BD[:, None] - alpha * self.mean_CD.to(x_BD)).square() / variance_BCD
         return -0.5 * (square_BCD + (2 * math.pi * variance_BCD).log()).sum(dim=-1)
@@ -55,8 +56,10 @@ class GaussianMixture:
 
     def denoised(self, x_BD: Tensor, t_B: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
         """E[x_0 | x_t] and E[eps | x_t] under the given component weights."""
-        alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
-        mean_CD, variance_CD = self.mean_CD.to(x_BD), self.variance_CD.to(x_BD)
+        alpha = self.path.alpha(t_B)[:, None, None]
+        sigma = self.path.sigma(t_B)[:, None, None]
+        mean_CD = self.mean_CD.to(x_BD)
+        variance_CD = self.variance_CD.to(x_BD)
         residual = (x_BD[:, None] - alpha * mean_CD) / (
             alpha.square() * variance_CD + sigma.square()
         )
@@ -95,10 +98,8 @@ class GaussianMixture:
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """The exact router: ``log p(x_t | k, t)``, shape (B, K)."""
-        log_BC, parts = (
-            self.log_components(x_B, t_B),
-            (self.weights_of(k) for k in range(self.num_experts)),
-        )
+        log_BC = self.log_components(x_B, t_B)
+        parts = (self.weights_of(k) for k in range(self.num_experts))
         columns = [
             (log_BC + (part_C / part_C.sum()).to(x_B).log()).logsumexp(dim=-1) for part_C in parts
         ]
@@ -151,7 +152,8 @@ def four_silos(path: Path | None = None) -> GaussianMixture:
         [0.03, 0.04],
         [0.02, 0.03],
     ]
-    weight_C, silo_C = [0.3, 0.25, 0.15, 0.12, 0.08, 0.08, 0.02], [0, 0, 0, 1, 1, 2, 3]
+    weight_C = [0.3, 0.25, 0.15, 0.12, 0.08, 0.08, 0.02]
+    silo_C = [0, 0, 0, 1, 1, 2, 3]
     return GaussianMixture(
         torch.tensor(mean_CD, dtype=torch.float64),
         torch.tensor(variance_CD, dtype=torch.float64),

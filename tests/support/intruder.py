@@ -39,7 +39,8 @@ class Intruder:
     """Tries everything, again and again, and notes what succeeded."""
 
     def __init__(self, ports: list[int], pids: list[int]) -> None:
-        self.ports, self.pids = ports, pids
+        self.ports = ports
+        self.pids = pids
         self.got: dict[str, int] = {}
         self.tokens: set[str] = set()
         self.urls = [

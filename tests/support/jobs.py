@@ -17,7 +17,8 @@ from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert
 from tests.support.documents import plan_document, to_bytes
 
-SHAPE, NUM = (1, 4, 4), 40
+SHAPE = (1, 4, 4)
+NUM = 40
 TEXT = {"kind": "text", "dim": 3, "max_tokens": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "dit": {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2},

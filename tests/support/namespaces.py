@@ -31,7 +31,8 @@ class Switch:
         _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge0", "up")
         for number, (host, address) in enumerate(self.addresses.items()):
-            name, port = self._names[host], f"port{number}"
+            name = self._names[host]
+            port = f"port{number}"
             _ip(
                 "link",
                 "add",

@@ -72,7 +72,8 @@ def _taking(address: str, ports: range) -> Iterator[int]:
 def trusting() -> ssl.SSLContext:
     """A stranger does not mind whose certificate it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     return context
 
 
@@ -120,7 +121,9 @@ class Flood:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self.host, self.port, self.held = host, port, 0
+        self.host = host
+        self.port = port
+        self.held = 0
         self._tls = trusting()
         self._tasks: dict[str, list[asyncio.Task[None]]] = {"idle": [], "slow": []}
 
@@ -189,7 +192,8 @@ class Flood:
 
 
 def _client_hello() -> bytes:
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    incoming = ssl.MemoryBIO()
+    outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         trusting().wrap_bio(incoming, outgoing).do_handshake()
     return outgoing.read()
@@ -201,7 +205,8 @@ def main(verb: str, *arguments: str) -> None:
     if verb == "scan":
         print(json.dumps({address: open_ports(address) for address in arguments}))
         return
-    host, port = arguments[0], int(arguments[1])
+    host = arguments[0]
+    port = int(arguments[1])
     if verb == "ask":
         print(json.dumps({"answers": answers(host, port), "flower": flowers(host, port)}))
     elif verb == "flood":

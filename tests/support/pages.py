@@ -9,9 +9,13 @@ class Reader(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.text, self.tags, self.attributes = "", [], []  # type: str, list[str], list[tuple[str, str, str]]
+        self.text = ""
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
         self.cards: dict[str, dict[str, str]] = {}
-        self._card, self._term, self._open = "", "", ""
+        self._card = ""
+        self._term = ""
+        self._open = ""
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -21,7 +25,8 @@ class Reader(HTMLParser):
             self._card = str(dict(attrs)["id"]).removeprefix("silo-")
             self.cards[self._card] = {}
         if tag in ("dt", "dd"):
-            self._open, self._term = tag, "" if tag == "dt" else self._term
+            self._open = tag
+            self._term = "" if tag == "dt" else self._term
 
     def handle_endtag(self, tag: str) -> None:
         self._card = "" if tag == "article" else self._card

@@ -223,7 +223,8 @@ def rotation_document() -> dict[str, Any]:
 @cache
 def metadata() -> Mapping[str, bytes]:
     """One signed TUF file of each kind."""
-    tuf_key, until = KEY.public.tuf_key(), expiry(NOW, METADATA_LIFE)
+    tuf_key = KEY.public.tuf_key()
+    until = expiry(NOW, METADATA_LIFE)
     roles = {
         name: Role([tuf_key.keyid], 1) for name in ("root", "timestamp", "snapshot", "targets")
     }

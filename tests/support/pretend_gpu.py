@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 _READING = (Tensor.numpy, Tensor.__array__)
 # Copies go either way, and where weights are replaced torch compares the old ones with the new.
 _CROSSING = (Tensor.copy_, Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
@@ -61,7 +62,8 @@ class PretendGpu(TorchFunctionMode):
         self._check(func, tensors, here)
         becomes_gpus = any(here)
         if given.get("device") is not None:
-            becomes_gpus, given["device"] = torch.device(given["device"]).type == "cuda", CPU
+            becomes_gpus = torch.device(given["device"]).type == "cuda"
+            given["device"] = CPU
         result = func(*args, **given)
         if becomes_gpus:
             self._keep(result)
@@ -87,9 +89,11 @@ class PretendGpu(TorchFunctionMode):
     def _moved(
         self, func: Callable[..., Any], tensor: Tensor, *args: Any, copy: bool = False, **given: Any
     ) -> Tensor:
-        before, dtype = self.device_of(tensor), None
+        before = self.device_of(tensor)
+        dtype = None
         if func == Tensor.to and args and isinstance(args[0], Tensor):
-            after, dtype = self.device_of(args[0]), args[0].dtype
+            after = self.device_of(args[0])
+            dtype = args[0].dtype
         elif func == Tensor.to:
             device, dtype, *_ = torch._C._nn._parse_to(*args, **given)
             after = before if device is None else GPU if device.type == "cuda" else CPU
@@ -114,7 +118,8 @@ class PretendGpu(TorchFunctionMode):
 @contextmanager
 def pretend_gpu() -> Iterator[PretendGpu]:
     """A GPU that torch says is there; what would be done in other threads is done in this one."""
-    there, in_turn = mock.patch("torch.cuda.is_available", lambda: True), mock.patch(_POOL, _InTurn)
+    there = mock.patch("torch.cuda.is_available", lambda: True)
+    in_turn = mock.patch(_POOL, _InTurn)
     in_line = mock.patch("ddm.training.loop.drawing_threads", lambda device, num_processes: 0)
     with there, in_turn, in_line, PretendGpu() as gpu:
         yield gpu

@@ -13,7 +13,9 @@ from ddm.routers.base import Router
 from ddm.routers.sketch import Sketch
 
 PATH = LinearPath()
-GROUPS, RANK, SIDE = 4, 3, 4
+GROUPS = 4
+RANK = 3
+SIDE = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Sharper:
     """A router that is surer than it may be, the more so the less noise there is: one temperature mends it."""
 
     def __init__(self, router: Router, factor: float) -> None:
-        self.router, self.factor, self.num_experts = router, factor, router.num_experts
+        self.router = router
+        self.factor = factor
+        self.num_experts = router.num_experts
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return the router's answer, `factor` times as sure at t = 0 and as sure at t = 1."""

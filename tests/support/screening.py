@@ -25,10 +25,8 @@ TRAINING = Training(
     checkpoint_steps=200,
 )
 # radians a unit of t: slower waves hardly tell two times apart, fast ones neighbours
-_FAST, _SLOW = (
-    30.0,
-    0.3,
-)
+_FAST = 30.0
+_SLOW = 0.3
 _GAIN = 2.0
 
 
@@ -67,9 +65,11 @@ def wild_at(weights: dict[str, Tensor], t: float, factor: float) -> dict[str, Te
     It drives one entry of the condition, which only scales the last layer.
     """
     found = {name: value.clone() for name, value in weights.items()}
-    half, hidden = TIME_FEATURES // 2, found["head.weight"].shape[1]
+    half = TIME_FEATURES // 2
+    hidden = found["head.weight"].shape[1]
     frequency = 1000.0 * torch.exp(-np.log(10_000.0) * torch.arange(half) / half)
-    fast, slow = (frequency > _FAST).float(), (frequency < _SLOW).float()
+    fast = (frequency > _FAST).float()
+    slow = (frequency < _SLOW).float()
     # The cosines of slow waves are about 1 for every t: together they are a bias that no single weight shows.
     bias = -(float(fast.sum()) - 2.0) / float(slow.sum())
     unit = int(found["time.mlp.2.weight"].norm(dim=0).argmin())

@@ -32,7 +32,8 @@ def _program(name: str) -> str:
 @contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Run it until the block ends; yield the environment in which its commands find it."""
-    munge, state = folder / "munge", folder / "state"
+    munge = folder / "munge"
+    state = folder / "state"
     for each in (folder, munge, state):
         each.mkdir(mode=0o711, exist_ok=True)
     for each in folder.absolute().parents:  # munged wants to be reachable
@@ -87,7 +88,8 @@ def _num_idle(environment: dict[str, str]) -> int:
 
 
 def _configuration(folder: Path) -> str:
-    user, host = getpass.getuser(), socket.gethostname()
+    user = getpass.getuser()
+    host = socket.gethostname()
     ports = [free_port() for _ in range(len(NODES) + 1)]
     nodes = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000"

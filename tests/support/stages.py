@@ -22,7 +22,8 @@ from tests.support.federation import (
     write_policy,
 )
 
-NORTH, SOUTH = "north", "south"
+NORTH = "north"
+SOUTH = "south"
 
 
 @dataclass(frozen=True)

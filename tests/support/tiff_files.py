@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
-NONE, LZW, JPEG, DEFLATE, PACK_BITS = 1, 5, 7, 8, 32773
-_SHORT, _LONG, _ASCII, _RATIONAL, _LONG8 = 3, 4, 2, 5, 16
+NONE = 1
+LZW = 5
+JPEG = 7
+DEFLATE = 8
+PACK_BITS = 32773
+_SHORT = 3
+_LONG = 4
+_ASCII = 2
+_RATIONAL = 5
+_LONG8 = 16
 _LETTERS = {1: "B", 3: "H", 4: "I", 5: "I", 7: "B", 12: "d", 16: "Q"}
 
 
@@ -160,5 +168,6 @@ def _packed(rows: np.ndarray, compression: int) -> bytes:
     Image.fromarray(rows).save(written, "TIFF", compression=name, tiffinfo={278: len(rows)})
     written.seek(0)
     with TiffImagePlugin.TiffImageFile(written) as image:
-        (start,), (size,) = image.tag_v2[273], image.tag_v2[279]
+        (start,) = image.tag_v2[273]
+        (size,) = image.tag_v2[279]
     return written.getvalue()[start : start + size]

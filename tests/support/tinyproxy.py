@@ -12,7 +12,8 @@ from ddm.system.processes import free_port
 from tests.support.waiting import wait_until
 
 AVAILABLE = shutil.which("tinyproxy") is not None
-USER, PASSWORD = "ward", "s3cret"
+USER = "ward"
+PASSWORD = "s3cret"
 
 
 @dataclass

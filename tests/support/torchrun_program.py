@@ -38,7 +38,8 @@ def main(folder: Path) -> None:
     """Train each of the runs in `runs.json`, whose checkpoints lie in folders of their own; the first writes."""
     torch.set_num_threads(1)
     for name, asked in json.loads((folder / "runs.json").read_text("utf-8")).items():
-        kind, place = asked["kind"], folder / (asked["folder"] or name)
+        kind = asked["kind"]
+        place = folder / (asked["folder"] or name)
         run = Run(place, settings(**asked["recipe"]), model=fresh(kind), labels=texts(kind))
         run.engine = Engine.model_validate(asked["engine"])
         try:

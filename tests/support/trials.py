@@ -52,7 +52,9 @@ class Bench:
     def __init__(
         self, folder: Path, commands: Commands, *, until: str = "published", thorough: bool = True
     ) -> None:
-        self.folder, self.commands, self.thorough = folder, commands, thorough
+        self.folder = folder
+        self.commands = commands
+        self.thorough = thorough
         self.stages = make_stages(folder / "stages", until)
         self._known: dict[str, Undisturbed] = {}
 
@@ -103,7 +105,8 @@ class Bench:
 
     def fill(self, case: Case, at_call: int) -> int:
         """Let the disk be full from a call on, make room, give the command again; return the first exit code."""
-        expected, room = self.undisturbed(case), self.folder / "full"
+        expected = self.undisturbed(case)
+        room = self.folder / "full"
         room.touch()
         with self.copy(case) as at:
             before = read_tree(at)

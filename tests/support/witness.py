@@ -54,8 +54,11 @@ class Witness(ThreadingHTTPServer):
         """Return status and body of the answer."""
         head, _, checkpoint = body.partition(b"\n\n")
         text, _, signatures = checkpoint.partition(b"\n\n")
-        lines, (origin, size_line, root_line) = head.decode().split("\n"), text.decode().split("\n")
-        old, size, root = int(lines[0].removeprefix("old ")), int(size_line), b64decode(root_line)
+        lines = head.decode().split("\n")
+        (origin, size_line, root_line) = text.decode().split("\n")
+        old = int(lines[0].removeprefix("old "))
+        size = int(size_line)
+        root = b64decode(root_line)
         proof = [b64decode(line) for line in lines[1:]]
         if origin not in self.logs:
             return 404, b""
