@@ -21,7 +21,8 @@ from ddm.protocol.architecture import ClassCondition, Dit
 from tests.support.gaussian_mixture import UninformedRouter, four_silos
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "experts-trained-elsewhere.md"
-SHAPE, OWN = (3, 8, 8), Dit(patch=2, hidden=16, depth=1, heads=2)
+SHAPE = (3, 8, 8)
+OWN = Dit(patch=2, hidden=16, depth=1, heads=2)
 
 
 def blocks() -> list[str]:
@@ -88,7 +89,8 @@ def by_scheduler(net: Any, x_B: Tensor, step: int, *more: Tensor) -> Tensor:
 def test_adapted_network_sees_the_x_0_that_diffusers_scheduler_sees(
     adapters: SimpleNamespace, folders: Path, kind: str
 ) -> None:
-    canonical, ddpm = CosinePath(), path_named("ddpm_linear")
+    canonical = CosinePath()
+    ddpm = path_named("ddpm_linear")
     expert = getattr(adapters, f"from_{kind}")(folders / kind, canonical)
     loaded = {"unet": adapters.UNet2DModel, "dit": adapters.DiTTransformer2DModel}[kind]
     net = loaded.from_pretrained(folders / kind, local_files_only=True).eval()
@@ -110,7 +112,8 @@ def test_adapted_network_sees_the_x_0_that_diffusers_scheduler_sees(
 def test_classes_reach_the_network_and_the_null_condition_is_its_last(
     adapters: SimpleNamespace, folders: Path
 ) -> None:
-    expert, (x_B, t_B) = adapters.from_dit(folders / "dit"), inputs(0.5)
+    expert = adapters.from_dit(folders / "dit")
+    (x_B, t_B) = inputs(0.5)
     with torch.no_grad():
         null = expert(x_B, t_B)
         assert torch.equal(null, expert(x_B, t_B, torch.full((2,), -1)))
@@ -155,7 +158,8 @@ def test_mixture_with_a_known_posterior_is_exact_with_experts_numbered_in_ddpm_s
 
     log_ratio = DDPMScheduler().alphas_cumprod.double()
     log_ratio = ((1 - log_ratio) / log_ratio).sqrt().log().numpy()
-    path, mixture = DiscretePath("linear"), four_silos()
+    path = DiscretePath("linear")
+    mixture = four_silos()
 
     class Ratio(LinearPath):
         """The mixture noised to a ratio of sigma and alpha, as its own coefficients: x = x_0 + s eps at t = s."""

@@ -110,7 +110,8 @@ def plan(**changes: object) -> Plan:
 
 
 def test_more_of_anything_takes_more_memory() -> None:
-    small, large = plan(), plan(data={"shape": [1, 64, 64], "range": [-1.0, 1.0]})
+    small = plan()
+    large = plan(data={"shape": [1, 64, 64], "range": [-1.0, 1.0]})
     assert inspection_bytes(small) < inspection_bytes(large)
     assert training_bytes(small) < training_bytes(large)
     assert training_bytes(small, parts=4) < training_bytes(small)
@@ -140,12 +141,11 @@ def test_memory_of_a_private_step_is_bracketed() -> None:
     document["expert"]["privacy"] = terms
     document["expert"]["training"]["batch_size"] = 4
     asked = Plan.parse(to_bytes(document), subject="plan.json")
-    expert, paid = asked.expert, DpSgdMechanism(noise_multiplier=0.8, rate=1.0, steps=1)
+    expert = asked.expert
+    paid = DpSgdMechanism(noise_multiplier=0.8, rate=1.0, steps=1)
     assert expert.privacy is not None
-    private, images = (
-        PrivateTraining(expert.privacy, paid, torch.arange(3), b"s" * 32),
-        Examples(torch.rand(3, 1, 4, 4)),
-    )
+    private = PrivateTraining(expert.privacy, paid, torch.arange(3), b"s" * 32)
+    images = Examples(torch.rand(3, 1, 4, 4))
     model = build_expert(expert.architecture, asked.expert_shape)
 
     def step() -> None:

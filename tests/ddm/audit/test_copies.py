@@ -19,10 +19,8 @@ def neighbours(rows: Tensor) -> Tensor:
 
 
 def test_neighbours_found_block_by_block_are_those_of_brute_force() -> None:
-    rows, blocks = (
-        normal(40, 1),
-        [(start, TRAINED[start : start + 130]) for start in range(0, 500, 130)],
-    )
+    rows = normal(40, 1)
+    blocks = [(start, TRAINED[start : start + 130]) for start in range(0, 500, 130)]
     apart, which = nearest_in_blocks(rows, blocks, 7)
     expected = torch.cdist(rows.double(), TRAINED.double()).square().topk(7, dim=1, largest=False)
     assert torch.allclose(apart, expected.values, rtol=1e-9) and torch.equal(

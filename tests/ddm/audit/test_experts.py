@@ -36,7 +36,8 @@ class Memoriser(nn.Module):
         self.images = nn.Parameter(images.clone())
 
     def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        t, known = t_B.clamp(min=1e-3).view(-1, 1), self.images.flatten(1)
+        t = t_B.clamp(min=1e-3).view(-1, 1)
+        known = self.images.flatten(1)
         apart_BN = (x_B.flatten(1)[:, None] - (1 - t)[:, :, None] * known).square().sum(2)
         weight_BN = torch.softmax(-apart_BN / (2 * t**2), 1)
         x_0 = (weight_BN @ known).view_as(x_B)
@@ -52,7 +53,8 @@ class Population(nn.Module):
 
     def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         t = t_B.view(-1, 1, 1, 1)
-        alpha, sigma = 1 - t, t
+        alpha = 1 - t
+        sigma = t
         return x_B * (sigma - alpha * self.variance) / (alpha**2 * self.variance + sigma**2)
 
 
@@ -80,7 +82,8 @@ def near(rows: Tensor, learned: Tensor) -> Tensor:
     return nearest_in_blocks(rows.flatten(1), [(0, learned.flatten(1))], NEIGHBOURS)[0]
 
 
-LEARNED, HELD = normal(60, 0), normal(100, 1)
+LEARNED = normal(60, 0)
+HELD = normal(100, 1)
 
 
 def by_attack(membership: Membership) -> Mapping[str, float]:
@@ -196,7 +199,8 @@ def audited(
     private: PrivateTraining | None = None,
 ) -> tuple[str, str]:
     """Train an expert and audit it as a site does."""
-    recipe, num = settings(num_steps), min(len(held), len(learned) // 2)
+    recipe = settings(num_steps)
+    num = min(len(held), len(learned) // 2)
     effort = effort_of(recipe, num + len(held), 10_000, trains_reference=True)
     expert = trained(learned, recipe, folder / "expert", private=private)
     short = settings(

@@ -21,17 +21,17 @@ def test_auc_is_the_share_of_pairs_in_which_the_member_is_above_with_ties_half()
 
 def test_auc_of_shifted_normal_scores_is_that_of_the_closed_form_and_within_its_interval() -> None:
     random = torch.Generator().manual_seed(1)
-    member_M, other_N = (
-        torch.randn(4000, generator=random) + 0.5,
-        torch.randn(4000, generator=random),
-    )
-    expected, estimate = NormalDist().cdf(0.5 / sqrt(2)), auc(member_M, other_N)
+    member_M = torch.randn(4000, generator=random) + 0.5
+    other_N = torch.randn(4000, generator=random)
+    expected = NormalDist().cdf(0.5 / sqrt(2))
+    estimate = auc(member_M, other_N)
     assert estimate.value == pytest.approx(expected, abs=0.01)
     assert estimate.low < expected < estimate.high
 
 
 def test_interval_of_the_auc_covers_the_truth_95_times_in_100() -> None:
-    random, inside = torch.Generator().manual_seed(2), 0
+    random = torch.Generator().manual_seed(2)
+    inside = 0
     for _ in range(400):
         estimate = auc(torch.randn(40, generator=random), torch.randn(60, generator=random))
         inside += estimate.low <= 0.5 <= estimate.high

@@ -73,7 +73,8 @@ def test_verdict_follows_from_what_was_found(
 
 
 def scored(shift: float, *, seed: int = 0, num: int = 300) -> UnitScores:
-    random, num_attacks = torch.Generator().manual_seed(seed), len(names())
+    random = torch.Generator().manual_seed(seed)
+    num_attacks = len(names())
     member_IA, other_IA = (torch.randn(num, num_attacks, generator=random) for _ in range(2))
     return UnitScores(member_IA + shift, other_IA, torch.arange(num), torch.arange(num))
 

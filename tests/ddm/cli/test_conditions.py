@@ -24,7 +24,8 @@ from tests.support.case import case
 from tests.support.commands import command
 from tests.support.islands import RECIPE, Owner, digits
 
-NUM, CLASSES = 24, ClassCondition(num_classes=10)
+NUM = 24
+CLASSES = ClassCondition(num_classes=10)
 LEARNED = 'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40\n'
 
 
@@ -47,7 +48,8 @@ def classes(drop: float = 0.1) -> str:
 
 def shares_KC(owner: Owner) -> np.ndarray:
     """Each island's share of each class, counted from the data themselves."""
-    label_N, islands = digits()[1], Islands(owner.run)
+    label_N = digits()[1]
+    islands = Islands(owner.run)
     rows = [np.load(islands.island(number).rows) for number in range(2)]
     counts_KC = np.array([np.bincount(label_N[part], minlength=10) for part in rows])
     return np.asarray(counts_KC / counts_KC.sum(0))
@@ -96,7 +98,8 @@ def test_classes_are_as_frequent_as_in_the_reference_and_each_island_is_due_its_
 def test_one_class_is_compared_with_its_own_reference_images_on_what_ddm_sample_draws(
     owner: Owner,
 ) -> None:
-    told, out = ("--class", 3, "--guidance", 1.5), owner.path / "threes-drawn.npz"
+    told = ("--class", 3, "--guidance", 1.5)
+    out = owner.path / "threes-drawn.npz"
     _, label_N = digits()
     np.savez(owner.path / "all.npz", images=digits()[0], labels=label_N)
     found = evaluated(owner, "all", "--num", NUM, *told)
@@ -165,7 +168,8 @@ def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
 
 
 def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
-    images, text = np.zeros((9, 1, 8, 8), np.float32), TextCondition(dim=3, max_tokens=2)
+    images = np.zeros((9, 1, 8, 8), np.float32)
+    text = TextCondition(dim=3, max_tokens=2)
     np.savez(tmp_path / "bare.npz", images=images)
     np.savez(tmp_path / "wide.npz", images=images, labels=np.full(9, 10))
     np.savez(tmp_path / "named.npz", images=images, labels=np.array(["cat"] * 9))
@@ -269,10 +273,14 @@ def test_processes_share_samples_with_classes_of_their_own(
     )
     told_N = torch.arange(11) % 10
     how = {"steps": 2, "condition": told_N, "condition_prior": None, "guidance": 0.5}
-    job, quiet = SamplingJob(source, strategy_named("lock"), 0, how), lambda done, total: None
-    one = job.draw(source.ensemble(), range(11), quiet)
+    job = SamplingJob(source, strategy_named("lock"), 0, how)
+
+    def ignore_progress(num_done: int, total: int) -> None:
+        """The command would draw a bar."""
+
+    one = job.draw(source.ensemble(), range(11), ignore_progress)
     weight_NK = torch.from_numpy(shares_KC(owner).T)[told_N]
-    drawn = draw_together(job, 11, 3, weight_NK, quiet)
+    drawn = draw_together(job, 11, 3, weight_NK, ignore_progress)
     assert torch.equal(drawn.images, one.images) and torch.equal(drawn.expert_N, one.expert_N)
 
 

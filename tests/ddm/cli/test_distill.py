@@ -62,7 +62,8 @@ def test_command_leaves_a_student_that_names_its_release_and_can_be_sampled_from
 def test_command_distils_at_given_images_into_another_architecture(
     published: Published, tmp_path: Path
 ) -> None:
-    out, images = tmp_path / "student.safetensors", tmp_path / "public.npz"
+    out = tmp_path / "student.safetensors"
+    images = tmp_path / "public.npz"
     np.savez(
         images, images=np.random.default_rng(0).uniform(-1, 1, (30, 1, 4, 4)).astype(np.float32)
     )

@@ -33,7 +33,8 @@ from tests.support.processes import alive
 from tests.support.publishing import opened
 from tests.support.waiting import LIMIT_S, wait_until
 
-NUM, SEED = 11, 3
+NUM = 11
+SEED = 3
 STRATEGIES = ("lock", "sample", "full")
 
 
@@ -76,7 +77,8 @@ def test_processes_draw_what_one_would(
     for strategy in STRATEGIES:
         for num_processes in (2, 3):
             with case(strategy=strategy, num_processes=num_processes):
-                job, shown = job_of(published, strategy), list[tuple[int, int]]()
+                job = job_of(published, strategy)
+                shown = list[tuple[int, int]]()
                 told = lambda done, total: shown.append((done, total))  # noqa: B023, E731
                 drawn = draw_together(job, NUM, num_processes, shares_of(job), told)
                 one = alone(job)

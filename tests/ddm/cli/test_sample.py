@@ -80,7 +80,8 @@ def test_size_is_read_with_its_unit(text: str, size: int) -> None:
 
 def test_prior_is_dealt_among_silos_that_have_data() -> None:
     """A silo's weight goes to its experts by their data; one whose experts have none cannot be given any."""
-    silo_ids, own = ["east", "north", "east", "south"], [0.1, 0.0, 0.3, 0.6]
+    silo_ids = ["east", "north", "east", "south"]
+    own = [0.1, 0.0, 0.3, 0.6]
     assert expert_weights("--prior", "equal", silo_ids, own) == pytest.approx(
         [0.125, 0.0, 0.375, 0.5]
     )
@@ -196,7 +197,9 @@ def two_experts(condition: ClassCondition | TextCondition) -> Ensemble:
 
 
 def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> None:
-    ensemble, own, equal = two_experts(ClassCondition(num_classes=2)), [0.25, 0.75], [0.5, 0.5]
+    ensemble = two_experts(ClassCondition(num_classes=2))
+    own = [0.25, 0.75]
+    equal = [0.5, 0.5]
     held = condition_shares(ensemble, 1, None)
     given = "prior given class 1"
     assert (

@@ -139,7 +139,8 @@ class TimeLeftOut(CosinePath):
 
 @pytest.mark.parametrize("prediction", ["velocity", "eps"])
 def test_change_of_path_fails_when_the_time_or_the_scale_is_left_out(prediction: str) -> None:
-    linear, cosine = LinearPath(), CosinePath()
+    linear = LinearPath()
+    cosine = CosinePath()
     t_B = WHOLE[(WHOLE > 0.1) & (WHOLE < 0.9)]
     x = noised(linear, t_B)[2]
     mixture = four_silos(cosine)
@@ -150,7 +151,8 @@ def test_change_of_path_fails_when_the_time_or_the_scale_is_left_out(prediction:
         return mixture.denoised(x, t, mixture.weight_C)[1]
 
     def unscaled(x: Tensor, t: Tensor) -> Tensor:
-        alpha, sigma = linear.alpha(t_B), linear.sigma(t_B)
+        alpha = linear.alpha(t_B)
+        sigma = linear.sigma(t_B)
         return expert(x * torch.hypot(alpha, sigma)[:, None], t)
 
     truth = four_silos(linear).velocity(x, t_B)
@@ -163,7 +165,8 @@ def test_change_of_path_fails_when_the_time_or_the_scale_is_left_out(prediction:
 
 
 def test_eps_expert_stays_close_to_the_truth_at_pure_noise_and_is_singular_without_t_max() -> None:
-    linear, cosine = LinearPath(), CosinePath()
+    linear = LinearPath()
+    cosine = CosinePath()
     t_B = torch.ones(50, dtype=torch.float64)
     x = torch.randn(50, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     mixture = four_silos(cosine)

@@ -80,11 +80,9 @@ def test_discrete_schedule_is_the_one_of_diffusers_at_every_step(name: PathName)
 
 @pytest.mark.parametrize("name", DISCRETE)
 def test_x_t_and_v_are_those_of_diffusers(name: PathName) -> None:
-    theirs, path, steps = (
-        scheduler(name, "DDIMScheduler"),
-        path_named(name),
-        torch.tensor([0, 1, 250, 700, 998]),
-    )
+    theirs = scheduler(name, "DDIMScheduler")
+    path = path_named(name)
+    steps = torch.tensor([0, 1, 250, 700, 998])
     x_0, eps = (torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     t_B = steps / 999
     v = target_of(path, "v", x_0, eps, t_B)
@@ -135,7 +133,8 @@ def test_karras_path_and_v_are_the_preconditioning_of_edm(sigma: float) -> None:
 
 
 def test_karras_path_has_the_sigmas_of_table_1() -> None:
-    path, grid = KarrasPath(), torch.linspace(0, 1, 5, dtype=torch.float64)
+    path = KarrasPath()
+    grid = torch.linspace(0, 1, 5, dtype=torch.float64)
     ends = 0.002 ** (1 / 7), 80 ** (1 / 7)
     sigmas = torch.tensor(
         [(ends[0] + t * (ends[1] - ends[0])) ** 7 for t in grid.tolist()], dtype=torch.float64
@@ -147,7 +146,8 @@ def test_karras_path_has_the_sigmas_of_table_1() -> None:
 def test_schedule_preserves_variance_and_its_derivatives_are_those_of_autograd(
     name: PathName,
 ) -> None:
-    path, t = path_named(name), INNER.clone().requires_grad_()
+    path = path_named(name)
+    t = INNER.clone().requires_grad_()
     assert torch.allclose(
         path.alpha(INNER).square() + path.sigma(INNER).square(), torch.ones_like(INNER)
     )
@@ -190,10 +190,8 @@ def test_velocity_is_finite_and_close_to_the_truth_where_the_schedule_ends(
     canonicals: list[Path] = [LinearPath(), CosinePath()]
     for canonical, t in itertools.product(canonicals, (0.0, 1e-4, 0.9999, 1.0)):
         t_B = torch.full((50,), t, dtype=torch.float64)
-        x_0, eps = (
-            four_silos().draw(50, seed=0),
-            torch.randn(50, 2, generator=torch.Generator().manual_seed(1)),
-        )
+        x_0 = four_silos().draw(50, seed=0)
+        eps = torch.randn(50, 2, generator=torch.Generator().manual_seed(1))
         x = x_t(canonical, x_0, eps, t_B)
         truth = four_silos(canonical).velocity(x, t_B)
         found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(
@@ -206,7 +204,8 @@ def test_velocity_is_finite_and_close_to_the_truth_where_the_schedule_ends(
 
 @pytest.mark.parametrize("name", PATHS)
 def test_float32_times_find_their_steps(name: PathName) -> None:
-    path, t_B = path_named(name), torch.linspace(0, 1, 1000)
+    path = path_named(name)
+    t_B = torch.linspace(0, 1, 1000)
     found = path.time_of(path.alpha(t_B), path.sigma(t_B))
     assert (
         (found - t_B).abs().max() < 1e-3
@@ -251,13 +250,16 @@ def test_velocity_on_a_schedule_that_is_uneven_in_t_is_refused(name: str) -> Non
 
 def test_samples_of_an_exact_expert_on_ddpm_steps_have_the_law_of_the_data() -> None:
     """One Gaussian, from noise by 200 Euler steps: mean and deviation in closed form."""
-    mean, deviation, path = 0.7, 0.4, DiscretePath("linear")
+    mean = 0.7
+    deviation = 0.4
+    path = DiscretePath("linear")
 
     def eps(x: Tensor, t: Tensor) -> Tensor:
         alpha, sigma = (expand_time(each, x) for each in (path.alpha(t), path.sigma(t)))
         return sigma * (x - alpha * mean) / (alpha.square() * deviation**2 + sigma.square())
 
-    u, canonical = as_velocity(eps, "eps", path, CosinePath()), CosinePath()
+    u = as_velocity(eps, "eps", path, CosinePath())
+    canonical = CosinePath()
     x = torch.randn(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     start = x.clone()
     for n in range(200):

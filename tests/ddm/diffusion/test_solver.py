@@ -26,7 +26,8 @@ from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
 def one_gaussian(path: Path) -> GaussianMixture:
     """Its flow is ``x_t = alpha m + sqrt(alpha^2 v + sigma^2) x_1``, so noise x_1 ends at ``m + sqrt(v) x_1``."""
-    mean, variance = torch.tensor([[1.5, -0.5]]), torch.tensor([[0.25, 0.04]])
+    mean = torch.tensor([[1.5, -0.5]])
+    variance = torch.tensor([[0.25, 0.04]])
     return GaussianMixture(
         mean.double(), variance.double(), torch.ones(1).double(), torch.zeros(1).long(), path
     )
@@ -44,7 +45,8 @@ def test_solver_converges_to_the_closed_form_with_its_order() -> None:
         [LinearPath(), CosinePath()], [("euler", 1), ("heun", 2), ("rk4", 4)]
     ):
         with case(path=path, solver=solver, order=order):
-            coarse, fine = error(path, solver, 100), error(path, solver, 200)
+            coarse = error(path, solver, 100)
+            fine = error(path, solver, 200)
             assert abs(log2(coarse / fine) - order) < 0.15
             assert fine < 0.02
 

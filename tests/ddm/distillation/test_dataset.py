@@ -37,7 +37,8 @@ class Conditional:
         own_C = MIXTURE.weights_of(self.k)
         answer_BD = torch.empty_like(x_BD)
         for label in set(c_B.tolist()):
-            rows, weight_C = c_B == label, own_C if label < 0 else own_C * (label == CLASS_C)
+            rows = c_B == label
+            weight_C = own_C if label < 0 else own_C * (label == CLASS_C)
             answer_BD[rows] = MIXTURE.velocity_under(weight_C)(x_BD[rows], t_B[rows])
         return answer_BD
 
@@ -91,7 +92,8 @@ def data(num: int) -> DistillationData:
 def batch_of(lessons: DistillationData) -> Batch:
     random = torch.Generator().manual_seed(5)
     num = len(lessons.images)
-    eps, t_B = torch.randn(num, 2, generator=random), torch.rand(num, generator=random)
+    eps = torch.randn(num, 2, generator=random)
+    t_B = torch.rand(num, generator=random)
     uniform_B = torch.rand(num, generator=random, dtype=torch.float64)
     return Batch(lessons.images, eps, t_B, lessons.labels, None, torch.arange(num), uniform_B)
 
@@ -100,7 +102,8 @@ def truth(x_BD: Tensor, t_B: Tensor, told_B: Tensor) -> Tensor:
     """The velocity of all data of each sample's class."""
     found_BD = torch.empty_like(x_BD)
     for label in (-1, 0, 1):
-        rows, mixture = told_B == label, MIXTURE if label < 0 else of_class(label)
+        rows = told_B == label
+        mixture = MIXTURE if label < 0 else of_class(label)
         found_BD[rows] = mixture.velocity(x_BD[rows], t_B[rows]).to(x_BD)
     return found_BD
 
@@ -212,7 +215,8 @@ def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path)
 def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_needs_no_holder(
     tmp_path: Path,
 ) -> None:
-    unknown, lessons = replace(ensemble(), class_prior=None), data(50)
+    unknown = replace(ensemble(), class_prior=None)
+    lessons = data(50)
     with pytest.raises(MathError, check=has_subject("classes")):
         own_samples(
             unknown,

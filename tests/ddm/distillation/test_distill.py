@@ -131,10 +131,8 @@ def batch_of(lessons: DistillationData, seed: int = 5) -> Batch:
     random = torch.Generator().manual_seed(seed)
     num = len(lessons.images)
     eps = torch.randn(num, 2, generator=random)
-    t_B, uniform_B = (
-        torch.rand(num, generator=random),
-        torch.rand(num, generator=random, dtype=torch.float64),
-    )
+    t_B = torch.rand(num, generator=random)
+    uniform_B = torch.rand(num, generator=random, dtype=torch.float64)
     return Batch(lessons.images, eps, t_B, lessons.labels, None, torch.arange(num), uniform_B)
 
 
@@ -167,7 +165,8 @@ def test_a_teachers_answer_is_shown_at_the_same_x_t_and_as_its_velocity() -> Non
 def test_label_teachers_answer_is_its_experts_velocity_whatever_the_expert_learned(
     canonical: PathName, learned: ExpertObjective
 ) -> None:
-    path, mixture = path_named(canonical), four_silos(path_named(canonical))
+    path = path_named(canonical)
+    mixture = four_silos(path_named(canonical))
     experts = [on_path(exact_expert(k, learned), learned, path) for k in range(4)]
     x_ND = MIXTURE.draw(600, 0)
     lessons = DistillationData(x_ND, MIXTURE.silo_of(x_ND))

@@ -45,7 +45,8 @@ from tests.support.text_encoders import network, save
 SIZE = AutoencoderSize(
     channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4
 )
-PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
+PIXELS = (1, 4, 4)
+SEEN = (3, 2, 2)
 RANGE = (-2.0, 2.0)
 ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 TRAINING = {
@@ -239,7 +240,8 @@ def told_texts(folder: Path) -> Path:
 def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights, out = told_texts(tmp_path), tmp_path / "a.npz"
+    weights = told_texts(tmp_path)
+    out = tmp_path / "a.npz"
     asked = (weights, "--num", 3, "--steps", 2, "--out", out)
     reading = ("--text-encoder", tmp_path / "tiny-t5", "--guidance", 2)
     record, alone = load_student(weights)
@@ -295,7 +297,8 @@ def test_given_images_are_encoded_and_told_their_classes(
     tiny: TinyFederation, tmp_path: Path
 ) -> None:
     images = np.random.default_rng(0).uniform(-1, 1, (30, *PIXELS)).astype(np.float32)
-    data, out = tmp_path / "public.npz", tmp_path / "student.safetensors"
+    data = tmp_path / "public.npz"
+    out = tmp_path / "student.safetensors"
     np.savez(data, images=images, labels=np.arange(30) % 2)
     assert distil(tiny, out, "--data", data, "--steps", 3) == 0
     record, alone = load_student(out)
@@ -331,8 +334,10 @@ def test_student_without_condition_may_be_made_of_experts_that_have_one(
 def test_student_with_another_or_no_autoencoder_or_a_record_without_is_refused(
     student: Path,
 ) -> None:
-    beside, record = autoencoder_beside(student), student.with_suffix(RECORD_SUFFIX)
-    weights, text = bytearray(beside.read_bytes()), record.read_bytes()
+    beside = autoencoder_beside(student)
+    record = student.with_suffix(RECORD_SUFFIX)
+    weights = bytearray(beside.read_bytes())
+    text = record.read_bytes()
     weights[-1] ^= 1
     beside.write_bytes(weights)
     with pytest.raises(DigestError, check=has_subject("moved.autoencoder.safetensors")):

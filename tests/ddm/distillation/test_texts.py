@@ -108,7 +108,8 @@ def truth(x_BD: Tensor, t_B: Tensor, text_B: Tensor, *, equal_shares: bool = Fal
     """The velocity of all data of each text; with `equal_shares` as if every silo had its prior share of it."""
     found_BD = torch.empty_like(x_BD)
     for text in (0, 1, 2):
-        rows, mixture = text_B == text, of_text(text)
+        rows = text_B == text
+        mixture = of_text(text)
         if equal_shares and text:
             scale_K = torch.tensor(MIXTURE.prior_K) / torch.tensor(mixture.prior_K)
             held = replace(
@@ -124,7 +125,8 @@ def test_teachers_weigh_experts_by_the_posterior_given_each_images_text() -> Non
     lessons = data(600)
     batch = batch_of(lessons)
     assert batch.condition is not None
-    x_BD, text_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B), read(batch.condition)
+    x_BD = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
+    text_B = read(batch.condition)
     expected_BD = truth(x_BD, batch.t_B, text_B)
     found_BD = answers(ensemble(Reading()), "mixture", batch, lessons)
     torch.testing.assert_close(found_BD, expected_BD, atol=2e-3, rtol=1e-3)
@@ -145,7 +147,8 @@ def test_router_that_reads_texts_without_knowing_who_has_them_takes_the_prior_fo
     lessons = data(400)
     batch = batch_of(lessons)
     assert batch.condition is not None
-    x_BD, text_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B), read(batch.condition)
+    x_BD = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
+    text_B = read(batch.condition)
     expected_BD = truth(x_BD, batch.t_B, text_B, equal_shares=True)
     found_BD = answers(ensemble(Reading(knows_shares=False)), "mixture", batch, lessons)
     torch.testing.assert_close(found_BD, expected_BD, atol=2e-3, rtol=1e-3)

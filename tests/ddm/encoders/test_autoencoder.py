@@ -51,7 +51,8 @@ def samples(num: int, shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 def latent_of(shape: tuple[int, ...], scale: float = 1.0) -> AutoencoderKl:
     """An autoencoder whose every weight was given a value."""
-    net, generator = build_autoencoder(SIZE, shape), torch.Generator().manual_seed(1)
+    net = build_autoencoder(SIZE, shape)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in net.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
@@ -75,7 +76,8 @@ def test_latents_are_the_posterior_mean_over_the_scale_and_decoding_undoes_the_s
 
 @pytest.mark.parametrize("num", [1, 64, 65])
 def test_every_block_has_the_same_size_and_progress_counts_samples_alone(num: int) -> None:
-    net, told = Halves(), list[tuple[int, int]]()
+    net = Halves()
+    told = list[tuple[int, int]]()
     latent = AutoencoderKl(net, SIZE, (1, 4, 4))
     whole = latent.encode(samples(num, (1, 4, 4)), lambda done, total: told.append((done, total)))
     assert set(net.given) == {latent.block} == {64}
@@ -124,7 +126,8 @@ def test_autoencoder_without_monai_is_refused_with_what_to_install(
 def test_shapes_are_as_the_plan_says_and_no_samples_latent_depends_on_the_others(
     shape: tuple[int, ...],
 ) -> None:
-    latent, x_N = latent_of(shape), samples(3, shape)
+    latent = latent_of(shape)
+    x_N = samples(3, shape)
     seen = latent.encode(x_N)
     assert tuple(seen.shape[1:]) == SIZE.shape(shape)
     assert latent.decode(seen).shape == x_N.shape
@@ -136,7 +139,8 @@ def test_shapes_are_as_the_plan_says_and_no_samples_latent_depends_on_the_others
 def test_stored_autoencoder_opens_as_it_was_and_its_tensors_are_those_expected(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    latent, path = latent_of(shape, scale=2.0), tmp_path / "plan" / "autoencoder.safetensors"
+    latent = latent_of(shape, scale=2.0)
+    path = tmp_path / "plan" / "autoencoder.safetensors"
     save_tensors(path, latent.tensors())
     spec = AutoencoderKlLatent(**SIZE.model_dump(), scale=2.0)
     opened = open_latent(spec, shape, File.of("plan/autoencoder.safetensors", path), tmp_path)
@@ -147,12 +151,11 @@ def test_stored_autoencoder_opens_as_it_was_and_its_tensors_are_those_expected(
 
 
 def test_other_weights_than_the_plan_lists_or_its_sizes_imply_are_refused(tmp_path: Path) -> None:
-    shape, path = SHAPES[0], tmp_path / "plan" / "autoencoder.safetensors"
+    shape = SHAPES[0]
+    path = tmp_path / "plan" / "autoencoder.safetensors"
     save_tensors(path, latent_of(shape).tensors())
-    listed, spec = (
-        File.of("plan/autoencoder.safetensors", path),
-        AutoencoderKlLatent(**SIZE.model_dump(), scale=1.0),
-    )
+    listed = File.of("plan/autoencoder.safetensors", path)
+    spec = AutoencoderKlLatent(**SIZE.model_dump(), scale=1.0)
     save_tensors(path, latent_of(shape).tensors() | {"quant_conv_mu.conv.bias": torch.zeros(3)})
     with pytest.raises(DigestError):
         open_latent(spec, shape, listed, tmp_path)

@@ -20,12 +20,13 @@ def _by_hand(image: np.ndarray, cells: int) -> np.ndarray:
     edge = np.pad(image, ((0, 0), (1, 1), (1, 1)), mode="edge")
     found = np.zeros((HOG_DIRECTIONS, cells, cells))
     for c, y, x in np.ndindex(channels, height, width):
-        right, down = (
-            edge[c, y + 1, x + 2] - edge[c, y + 1, x],
-            edge[c, y + 2, x + 1] - edge[c, y, x + 1],
-        )
+        right = edge[c, y + 1, x + 2] - edge[c, y + 1, x]
+        down = edge[c, y + 2, x + 1] - edge[c, y, x + 1]
         place = np.arctan2(down, right) % np.pi / np.pi * HOG_DIRECTIONS
-        low, share, row, column = int(place), place % 1, y * cells // height, x * cells // width
+        low = int(place)
+        share = place % 1
+        row = y * cells // height
+        column = x * cells // width
         found[low % HOG_DIRECTIONS, row, column] += np.hypot(right, down) * (1 - share)
         found[(low + 1) % HOG_DIRECTIONS, row, column] += np.hypot(right, down) * share
     return np.sqrt(found * cells**2 / (height * width * channels))
@@ -65,7 +66,8 @@ def test_features_do_not_depend_on_how_many_images_are_encoded_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     images = _images()
-    encoder, told = HogEncoder.fit(images, 3, cells=4, mirrored=True), []
+    encoder = HogEncoder.fit(images, 3, cells=4, mirrored=True)
+    told = []
     whole = encoder.encode(images)
     monkeypatch.setattr("ddm.encoders.hog._MAX_BLOCK", 8)
     assert torch.equal(encoder.encode(images, lambda *done: told.append(done)), whole)
@@ -96,7 +98,8 @@ def test_images_that_have_too_few_pixels_or_no_edges_are_refused() -> None:
 
 
 def test_encoder_survives_its_file(tmp_path) -> None:
-    images, spec = _images(), HogEncoderSpec(dim=3, cells=4, mirrored=True)
+    images = _images()
+    spec = HogEncoderSpec(dim=3, cells=4, mirrored=True)
     encoder = HogEncoder.fit(images, spec.dim, cells=spec.cells, mirrored=spec.mirrored)
     save_tensors(tmp_path / "encoder.safetensors", encoder.tensors())
     loaded = load_tensors(tmp_path / "encoder.safetensors", hog_specs(spec), max_bytes=10_000)

@@ -43,7 +43,9 @@ def opened(
 def test_latents_and_images_are_those_of_diffusers(tmp_path: Path, layout: dict[str, Any]) -> None:
     theirs = write_autoencoder(tmp_path, layout)
     latent, spec = opened(tmp_path)
-    x_N, shift, factor = images(), layout.get("shift_factor", 0.0), layout["scaling_factor"]
+    x_N = images()
+    shift = layout.get("shift_factor", 0.0)
+    factor = layout["scaling_factor"]
     assert (spec.scaling_factor, spec.shift_factor, spec.latent_channels) == (
         factor,
         shift,
@@ -76,7 +78,8 @@ def test_half_precision_files_are_computed_in_float32_and_take_half_the_bytes(
 
 
 def test_tiles_are_those_of_diffusers_and_differ_from_the_whole(tmp_path: Path) -> None:
-    theirs, shape = write_autoencoder(tmp_path, SD), (3, 40, 24)
+    theirs = write_autoencoder(tmp_path, SD)
+    shape = (3, 40, 24)
     latent, spec = opened(tmp_path, shape, tile=16)
     theirs.enable_tiling()
     assert (theirs.tile_sample_min_size, theirs.tile_latent_min_size) == (16, 4)
@@ -188,7 +191,8 @@ def test_configuration_that_says_something_else_is_refused(tmp_path: Path) -> No
 def test_weights_that_are_not_what_the_plan_lists_are_refused(tmp_path: Path) -> None:
     write_autoencoder(tmp_path, SD)
     spec, weights = describe(tmp_path, SHAPE, 0)
-    spec, listed = spec.model_copy(update={"path": WEIGHTS}), File.of(WEIGHTS, weights)
+    spec = spec.model_copy(update={"path": WEIGHTS})
+    listed = File.of(WEIGHTS, weights)
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)

@@ -20,7 +20,8 @@ from tests.support.errors import has_subject
 from tests.support.text_encoders import DIM, network, save
 
 L = 5
-SHORT, LONG = "bright left", "bright left dark right bright left"
+SHORT = "bright left"
+LONG = "bright left dark right bright left"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,8 @@ def test_vectors_are_what_the_network_itself_answers_and_zero_beyond(
 def test_vectors_do_not_depend_on_the_texts_beside_and_blank_texts_are_none(
     folder: Path, condition: TextCondition
 ) -> None:
-    encoder, calls = TextEncoder.open(folder, condition), []
+    encoder = TextEncoder.open(folder, condition)
+    calls = []
     texts = [LONG, "", SHORT, "  \n", "dark"] * 30
     together = encoder.encode(texts, lambda done, total: calls.append((done, total)))
     assert calls == [(64, 150), (128, 150), (150, 150)]
@@ -135,7 +137,8 @@ def test_another_file_than_the_pinned_one_is_refused(
 def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, ran = save(tmp_path / "mine", network("T5EncoderModel")), tmp_path / "ran"
+    mine = save(tmp_path / "mine", network("T5EncoderModel"))
+    ran = tmp_path / "ran"
     settings = json.loads((mine / "config.json").read_text())
     settings["auto_map"] = dict.fromkeys(
         ("AutoConfig", "AutoModel", "AutoModelForTextEncoding"), "evil.Evil"
@@ -187,7 +190,8 @@ def test_shards_are_one_network_and_a_part_of_them_is_refused(
     folder: Path, condition: TextCondition, tmp_path: Path
 ) -> None:
     whole = network("T5EncoderModel").state_dict()
-    mine, names = copied(folder, tmp_path / "mine"), sorted(whole)
+    mine = copied(folder, tmp_path / "mine")
+    names = sorted(whole)
     (mine / "model.safetensors").unlink()
     for number, part in enumerate((names[:4], names[4:]), 1):
         tensors = {name: whole[name].clone() for name in part}
@@ -200,7 +204,8 @@ def test_shards_are_one_network_and_a_part_of_them_is_refused(
 
 
 def test_pickled_incomplete_and_infinite_weights_are_refused(folder: Path, tmp_path: Path) -> None:
-    mine, whole = copied(folder, tmp_path / "mine"), network("T5EncoderModel").state_dict()
+    mine = copied(folder, tmp_path / "mine")
+    whole = network("T5EncoderModel").state_dict()
     weights = mine / "model.safetensors"
     lost = next(name for name in whole if name.endswith("wo.weight"))
     save_file({name: value.clone() for name, value in whole.items() if name != lost}, weights)
@@ -268,10 +273,8 @@ def test_so_few_tokens_that_none_is_left_for_words_are_refused(folder: Path) -> 
 
 
 def test_networks_that_read_no_text_or_not_so_much_of_it_are_refused(tmp_path: Path) -> None:
-    bart, bert = (
-        save(tmp_path / "bart", network("BartModel")),
-        save(tmp_path / "bert", network("BertModel")),
-    )
+    bart = save(tmp_path / "bart", network("BartModel"))
+    bert = save(tmp_path / "bert", network("BertModel"))
     with pytest.raises(SetupError, match="a network of transformers"):
         pin(bart, max_tokens=L, drop=0.0)
     pin(bert, max_tokens=12, drop=0.0)

@@ -147,10 +147,8 @@ def test_reference_is_read_in_blocks_and_by_number(
 
 @pytest.mark.parametrize("kind", ["npz", "npy", "folder", "parts", "parquet"])
 def test_reference_may_be_any_kind_of_data(tmp_path: Path, kind: str) -> None:
-    grey, labels = (
-        np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8),
-        np.arange(40) % 3,
-    )
+    grey = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8)
+    labels = np.arange(40) % 3
     path = tmp_path / {"npz": "r.npz", "npy": "r.npy", "parquet": "r.parquet"}.get(kind, "r")
     if kind == "npz":
         np.savez(path, images=grey, labels=labels)
@@ -187,7 +185,8 @@ def test_samples_that_copy_the_reference_are_found_and_shown_first() -> None:
 
 def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_in_blocks() -> None:
     rng = np.random.default_rng(0)
-    samples, real = rng.normal(size=(60, 4)), rng.normal(size=(90, 4))
+    samples = rng.normal(size=(60, 4))
+    real = rng.normal(size=(90, 4))
     plain = evaluate(
         samples, real, silo_N=np.arange(60) % 2, prior=[1, 1], groups=np.arange(90) % 2
     ).to_json()
@@ -208,10 +207,8 @@ def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_
 
 
 def test_reference_may_be_idx_with_its_labels_beside(tmp_path: Path) -> None:
-    grey, labels = (
-        np.random.default_rng(0).integers(0, 256, (6, 8, 8), np.uint8),
-        np.arange(6, dtype=np.uint8) % 3,
-    )
+    grey = np.random.default_rng(0).integers(0, 256, (6, 8, 8), np.uint8)
+    labels = np.arange(6, dtype=np.uint8) % 3
     for name, array in (("t10k-images-idx3-ubyte", grey), ("t10k-labels-idx1-ubyte", labels)):
         header = bytes([0, 0, 8, array.ndim]) + b"".join(
             side.to_bytes(4, "big") for side in array.shape

@@ -92,7 +92,8 @@ def test_fid_is_that_of_torch_fidelity(
 def test_kid_is_that_of_torch_fidelity_over_all_images_at_once(
     pair: tuple[Tensor, Tensor], others: SimpleNamespace
 ) -> None:
-    samples, reference = pair[0], pair[1][: len(pair[0])]  # its estimate wants sets of one size
+    samples = pair[0]
+    reference = pair[1][: len(pair[0])]  # its estimate wants sets of one size
     whole = {"kid_subsets": 1, "kid_subset_size": len(samples), "rng_seed": 0, "verbose": False}
     found = others.kid.kid_features_to_metric(samples.double(), reference.double(), **whole)
     assert figures(samples, reference)["kid"] == pytest.approx(
@@ -157,7 +158,8 @@ def test_identical_sets_are_perfect_and_disjoint_ones_share_nothing(
 
 def test_collapse_loses_recall_and_coverage_but_no_precision() -> None:
     """The control that tells the four apart: samples of one of two modes."""
-    left, right = rows(300, 4, 1), rows(300, 4, 2, shift=40.0)
+    left = rows(300, 4, 1)
+    right = rows(300, 4, 2, shift=40.0)
     metrics = figures(rows(300, 4, 3), torch.cat([left, right]))
     assert (
         metrics["precision"] > 0.9
@@ -184,7 +186,8 @@ def test_blocks_change_nothing(
 def test_terms_are_the_derivative_of_the_distance(pair: tuple[Tensor, Tensor]) -> None:
     """Give one image a little more weight: the distance moves by its term, compared with the mean term."""
     samples, reference = (part.double() for part in pair)
-    a, b = Moments.of(samples), Moments.of(reference)
+    a = Moments.of(samples)
+    b = Moments.of(reference)
     terms = frechet_terms(samples, a, b, transport(a, b).map_to_b_DD)
     terms = terms - terms.mean()
     step = 1e-5

@@ -118,7 +118,8 @@ def test_every_source_gives_the_same_images_whole_by_blocks_and_by_rows(tmp_path
         for make in SOURCES:
             with case(source=make.__name__, dtype=str(array.dtype)):
                 path = make(tmp_path, array)
-                whole, lazy = read_images(path, SPEC), opened(path, tmp_path / "kept")
+                whole = read_images(path, SPEC)
+                lazy = opened(path, tmp_path / "kept")
                 assert whole.shape == lazy.shape and len(lazy) == 50
                 assert torch.allclose(whole, expected, atol=1e-6)
                 assert torch.equal(lazy[:], whole) and torch.equal(lazy[13:31], whole[13:31])
@@ -132,7 +133,8 @@ def test_every_source_gives_the_same_images_whole_by_blocks_and_by_rows(tmp_path
 def test_what_is_compressed_is_unpacked_once_in_its_own_type_and_again_when_it_changed(
     tmp_path: Path,
 ) -> None:
-    path, kept = packed(tmp_path, BYTES), tmp_path / "kept"
+    path = packed(tmp_path, BYTES)
+    kept = tmp_path / "kept"
     opened(path, kept)
     (made,) = kept.glob("unpacked-*")
     assert np.array_equal(np.load(made), BYTES) and made.stat().st_mode & 0o077 == 0
@@ -223,7 +225,8 @@ def test_file_that_is_cut_while_it_is_open_is_an_error_and_not_zeros(tmp_path: P
 
 
 def test_parquet_row_of_another_length_or_without_an_image_is_named(tmp_path: Path) -> None:
-    spec, kind = DataSpec(shape=(1, 1, 2), range=(0.0, 1.0)), pa.list_(pa.float32())
+    spec = DataSpec(shape=(1, 1, 2), range=(0.0, 1.0))
+    kind = pa.list_(pa.float32())
     for rows, said in (
         ([[0.0, 1.0]] * 7 + [[0.0]], "list of 1 in row 7"),
         ([[0.0, 1.0]] * 7 + [None], "none in row 7"),
@@ -236,7 +239,8 @@ def test_parquet_row_of_another_length_or_without_an_image_is_named(tmp_path: Pa
 
 
 def test_columns_lie_beside_the_images_in_every_source(tmp_path: Path) -> None:
-    patients, labels = [f"p{k // 3}".ljust(200, "x") for k in range(50)], np.arange(50) % 4
+    patients = [f"p{k // 3}".ljust(200, "x") for k in range(50)]
+    labels = np.arange(50) % 4
     np.savez(tmp_path / "a.npz", images=BYTES, patients=patients, labels=labels)
     beside = folder(tmp_path, BYTES)
     np.save(beside / "patients.npy", np.array(patients))

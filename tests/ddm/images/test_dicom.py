@@ -111,7 +111,8 @@ def test_rescaling_and_window_follow_the_standard(tmp_path: Path) -> None:
     # PS3.3 C.11.2.1.2.1: below c - 0.5 - (w - 1) / 2 black, above c - 0.5 + (w - 1) / 2 white.
     assert picture.window == (40 - 0.5 - 399 / 2, 40 - 0.5 + 399 / 2)
     assert picture.full == (-1024, 3071) and picture.spacing == (0.5, 0.75)
-    tags.RescaleSlope, tags.VOILUTFunction = 0.5, "LINEAR_EXACT"
+    tags.RescaleSlope = 0.5
+    tags.VOILUTFunction = "LINEAR_EXACT"
     picture = pictures(write(tags, tmp_path / "image"))[0]
     assert picture.values.dtype == np.float32 and np.allclose(
         picture.values[0], waves() * 0.5 - 1024
@@ -125,7 +126,8 @@ def test_large_rescaled_values_do_not_wrap(tmp_path: Path) -> None:
     assert (
         values.dtype == np.int32 and (values[0] == waves(high=65535).astype(int) * 3 - 70000).all()
     )
-    tags.RescaleSlope, tags.RescaleIntercept = 1, -1024
+    tags.RescaleSlope = 1
+    tags.RescaleIntercept = -1024
     values = values_of(write(tags, tmp_path / "image"))
     assert values.dtype == np.int32 and (values[0] == waves(high=65535).astype(int) - 1024).all()
 
@@ -216,7 +218,8 @@ def test_overlays_and_faces_are_flagged(tmp_path: Path) -> None:
     tags = tags_of(waves())
     tags.add_new(0x60020010, "US", 8)
     assert pictures(write(tags, tmp_path / "overlay"))[0].flags == {Flag.OVERLAY}
-    frames, places = waves((30, 32, 32)), [5.0 * number for number in range(30)]
+    frames = waves((30, 32, 32))
+    places = [5.0 * number for number in range(30)]
     assert pictures(enhanced(frames, places, tmp_path / "head", "HEAD"))[0].flags == {Flag.FACE}
     assert not pictures(enhanced(frames, places, tmp_path / "chest", "CHEST"))[0].flags
 
@@ -336,13 +339,16 @@ LARGE = waves((240, 200))  # more bytes than are read before they are asked for
     "syntax", ["explicit", "signed", "unused bits", "rescaled", "deflated", "RLE", "JPEG 2000"]
 )
 def test_large_pixels_of_a_file_in_memory_are_those_of_pydicom(syntax: str, tmp_path: Path) -> None:
-    path, tags = tmp_path / "image", tags_of(LARGE)
+    path = tmp_path / "image"
+    tags = tags_of(LARGE)
     if syntax == "signed":
-        tags.PixelRepresentation, tags.PixelData = 1, (LARGE.astype(np.int16) - 2048).tobytes()
+        tags.PixelRepresentation = 1
+        tags.PixelData = (LARGE.astype(np.int16) - 2048).tobytes()
     elif syntax == "unused bits":
         tags.PixelData = (LARGE | 0xA000).tobytes()
     elif syntax == "rescaled":
-        tags.RescaleSlope, tags.RescaleIntercept = 1, -1024
+        tags.RescaleSlope = 1
+        tags.RescaleIntercept = -1024
     elif syntax == "deflated":
         tags.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
     elif syntax == "RLE":
@@ -353,7 +359,8 @@ def test_large_pixels_of_a_file_in_memory_are_those_of_pydicom(syntax: str, tmp_
         tags.compress(JPEG2000Lossless, generate_instance_uid=False)
         assert len(tags.PixelData) > 1 << 16
     write(tags, path)
-    (alone,), (actual,) = pictures(path), decode(FileContent.of(path, path.read_bytes()))
+    (alone,) = pictures(path)
+    (actual,) = decode(FileContent.of(path, path.read_bytes()))
     assert isinstance(actual, DecodedPicture) and actual.values.flags.writeable
     expected = pydicom.dcmread(path).pixel_array.astype(int) - (1024 if syntax == "rescaled" else 0)
     assert (actual.values[0] == expected).all() and (alone.values == actual.values).all()
@@ -378,7 +385,8 @@ def test_values_of_tags_are_those_that_pydicom_converts() -> None:
         "MR_small_implicit.dcm",
     ):
         path = get_testdata_file(name)
-        tags, whole = pydicom.dcmread(path), pydicom.dcmread(path)
+        tags = pydicom.dcmread(path)
+        whole = pydicom.dcmread(path)
         for element in whole:
             if not element.keyword or element.is_empty:
                 continue

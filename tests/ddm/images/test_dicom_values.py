@@ -204,14 +204,19 @@ def test_frames_of_nothing_but_padding_are_refused_alone(tmp_path: Path) -> None
 def enhanced_mr(values: np.ndarray, frames: list[dict[str, Any]], **others: Any) -> Any:
     """Return frames (N, H, W) in steps of 2 mm, each with slope, intercept and window of its own."""
     tags = tags_of(values, SOPClassUID=EnhancedMRImageStorage, **others)
-    shared, orientation, measures = Dataset(), Dataset(), Dataset()
+    shared = Dataset()
+    orientation = Dataset()
+    measures = Dataset()
     orientation.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
     measures.PixelSpacing = [1, 1]
     shared.PlaneOrientationSequence = Sequence([orientation])
     shared.PixelMeasuresSequence = Sequence([measures])
     groups = []
     for number, frame in enumerate(frames):
-        group, position, rescale, window = Dataset(), Dataset(), Dataset(), Dataset()
+        group = Dataset()
+        position = Dataset()
+        rescale = Dataset()
+        window = Dataset()
         position.ImagePositionPatient = [0, 0, 2 * number]
         rescale.RescaleSlope = frame["slope"]
         rescale.RescaleIntercept = frame["intercept"]

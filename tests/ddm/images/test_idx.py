@@ -30,10 +30,8 @@ def written(path: Path, array: np.ndarray, *, packed: bool) -> Path:
 
 
 def test_images_and_labels_of_an_idx_file_are_read_packed_or_not(tmp_path: Path) -> None:
-    images, label_N = (
-        np.arange(24, dtype=np.uint8).reshape(4, 2, 3) * 10,
-        np.array([3, 0, 1, 2], np.uint8),
-    )
+    images = np.arange(24, dtype=np.uint8).reshape(4, 2, 3) * 10
+    label_N = np.array([3, 0, 1, 2], np.uint8)
     for packed in (False, True):
         with case(packed=packed):
             path = written(tmp_path / "train-images-idx3-ubyte", images, packed=packed)

@@ -180,7 +180,8 @@ def test_every_type_byte_order_and_version_is_read_to_the_value(tmp_path: Path) 
 
 def test_scaling_is_done_where_the_slope_says_so() -> None:
     voxels = np.arange(-60, 60).astype(np.int16).reshape(SHAPE)
-    nan, infinite = float("nan"), float("inf")
+    nan = float("nan")
+    infinite = float("inf")
     for slope, intercept, expected in (
         (0.0, 7.0, (1, 0)),
         (nan, nan, (1, 0)),
@@ -368,7 +369,10 @@ def test_flat_images_are_those_of_a_screen_whatever_their_third_axis_says() -> N
             actual = picture(nifti(flat, **fields))
             assert (actual.values[0] == flat.T).all() and actual.spacing == (1, 1)
     sagittal = np.zeros((4, 4))
-    sagittal[1, 0], sagittal[2, 1], sagittal[0, 2], sagittal[3, 3] = -2, 3, 1, 1
+    sagittal[1, 0] = -2
+    sagittal[2, 1] = 3
+    sagittal[0, 2] = 1
+    sagittal[3, 3] = 1
     actual = picture(nifti(flat[..., None], affine=sagittal))
     assert (actual.values[0] == flat.T[::-1]).all() and actual.spacing == (3, 2)
 

@@ -84,7 +84,8 @@ def test_parts_of_a_data_set_come_with_their_own_columns(tmp_path: Path) -> None
 
 
 def test_columns_that_belong_to_no_part_in_particular_are_refused(tmp_path: Path) -> None:
-    train, test = images(2, 1), images(1, 2)
+    train = images(2, 1)
+    test = images(1, 2)
     wrong: dict[str, dict[str, Any]] = {
         "whole beside parts": {"train_images": train, "test_images": test, "labels": [1, 2, 3]},
         "whole beside one part": {"train_images": train, "labels": [1, 2]},

@@ -15,8 +15,13 @@ from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 from tests.support.png_files import SIGNATURE, chunk, png
 
-H, W = 19, 27
-GREY, RGB, PALETTE, GREY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6
+H = 19
+W = 27
+GREY = 0
+RGB = 2
+PALETTE = 3
+GREY_ALPHA = 4
+RGB_ALPHA = 6
 CHANNELS = {GREY: 1, RGB: 3, PALETTE: 1, GREY_ALPHA: 2, RGB_ALPHA: 4}
 KINDS = [(GREY, depth) for depth in (1, 2, 4, 8, 16)] + [
     (colour, depth) for colour in (RGB, GREY_ALPHA, RGB_ALPHA) for depth in (8, 16)

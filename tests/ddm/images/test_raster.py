@@ -38,7 +38,9 @@ def colours(high: int, dtype: type, channels: int = 3) -> np.ndarray:
     )
 
 
-GREY, RGB, RGBA = waves(high=255, dtype=np.uint8), colours(255, np.uint8), colours(255, np.uint8, 4)
+GREY = waves(high=255, dtype=np.uint8)
+RGB = colours(255, np.uint8)
+RGBA = colours(255, np.uint8, 4)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,8 @@ def test_pages_are_images_of_their_own_and_reduced_ones_thumbnails(tmp_path: Pat
 def test_thumbnails_and_screenshots_are_flagged(tmp_path: Path) -> None:
     thumbnail = io.BytesIO()
     Image.fromarray(GREY).resize((10, 10)).save(thumbnail, "JPEG")
-    plain, path = io.BytesIO(), tmp_path / "image.jpg"
+    plain = io.BytesIO()
+    path = tmp_path / "image.jpg"
     Image.fromarray(GREY).save(plain, "JPEG")
     small = thumbnail.getvalue()
     ifd1 = struct.pack("<HHHIIHHIII", 2, 0x0201, 4, 1, 44, 0x0202, 4, 1, len(small), 0)

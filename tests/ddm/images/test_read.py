@@ -27,7 +27,8 @@ SPEC = TransformSpec(channels="grey", range=FullRange(), storage="uint8")
 def pixels(seed: int, size: tuple[int, ...] = (8, 8)) -> np.ndarray:
     """Grey levels from black to white."""
     array = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-    array.flat[0], array.flat[1] = 0, 255
+    array.flat[0] = 0
+    array.flat[1] = 255
     return array
 
 
@@ -44,7 +45,8 @@ def folder_of(path: Path, num: int) -> Path:
 
 
 def values_and_errors(path: Path, **how: object) -> tuple[list[np.ndarray], list[Reason]]:
-    values, errors = [], []
+    values = []
+    errors = []
     for picture in read_pictures(path, **how):  # type: ignore[arg-type]
         if isinstance(picture, ImageError):
             errors.append(picture.reason)
@@ -248,7 +250,8 @@ def test_range_and_enlargement_of_public_images_are_remarked(tmp_path: Path) -> 
         (np.uint8, 255, None),
     ]:
         array = (rng.random((30, 1, 8, 8)) * largest).astype(dtype)
-        array[:, 0, 0, 0], array[:, 0, 0, 1] = 0, largest
+        array[:, 0, 0, 0] = 0
+        array[:, 0, 0, 1] = largest
         np.savez(tmp_path / "a.npz", images=array)
         images = open_image_set(tmp_path / "a.npz", DATA, None)
         remark_text = images.range_remarks(images.read())

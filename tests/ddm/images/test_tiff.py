@@ -16,7 +16,8 @@ from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 from tests.support.tiff_files import DEFLATE, JPEG, LZW, NONE, PACK_BITS, page, tiff
 
-H, W = 21, 37  # no multiples of a byte's bits, a tile or each other
+H = 21
+W = 37  # no multiples of a byte's bits, a tile or each other
 
 
 def noise(dtype: Any = np.uint8, channels: int = 1, high: int | None = None) -> np.ndarray:
@@ -58,7 +59,8 @@ def turned(array: np.ndarray, orientation: int) -> np.ndarray:
     actual = np.zeros((width, height, *array.shape[2:]) if swapped else array.shape, array.dtype)
     for row in range(height):
         for column in range(width):
-            up, left = height - 1 - row, width - 1 - column
+            up = height - 1 - row
+            left = width - 1 - column
             place = {
                 1: (row, column),
                 2: (row, left),
@@ -184,7 +186,8 @@ def test_extra_samples_say_what_a_further_sample_is() -> None:
     for dtype in (np.uint8, np.uint16):
         array = noise(dtype, 4)
         top = np.iinfo(dtype).max
-        colours, alpha = array[..., :3], array[..., 3:].astype(float)
+        colours = array[..., :3]
+        alpha = array[..., 3:].astype(float)
         over_black = np.floor(colours * alpha / top + 0.5)
         for planar in (1, 2):
             with case(dtype, planar):
@@ -384,7 +387,8 @@ def test_what_is_not_decoded_is_refused_by_the_tag() -> None:
 
 
 def test_pages_are_images_of_their_own_whatever_their_shapes_and_a_bad_one_alone_is_lost() -> None:
-    first, second = noise(), noise(np.uint16, 3)[:9]
+    first = noise()
+    second = noise(np.uint16, 3)[:9]
     bad = page(noise(), compression=DEFLATE)
     bad["segments"] = [b"nothing"]
     actual = decoded(
@@ -403,7 +407,8 @@ def test_pages_are_images_of_their_own_whatever_their_shapes_and_a_bad_one_alone
 
 
 def test_reduced_pages_and_sub_directories_are_thumbnails(tmp_path: Path) -> None:
-    whole, small = noise(), noise()[::2, ::2]
+    whole = noise()
+    small = noise()[::2, ::2]
     for tags in ({254: 1}, {255: 2}):
         (actual,) = decoded(tiff(page(whole), page(small, tags=tags)))
         assert isinstance(actual, DecodedPicture) and actual.flags == {Flag.THUMBNAIL}

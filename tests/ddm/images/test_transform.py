@@ -183,7 +183,8 @@ def test_cutting_padding_and_content_are_those_of_monai() -> None:
             wanted = ResizeWithPadOrCrop(shape, value=0.5)(values).numpy()
             assert np.array_equal(through(spec, values, (1, *shape)), wanted)
     values = np.zeros((2, 30, 40), np.float32)
-    values[0, 7:20, 11:33], values[1, 9, 5] = 0.9, 0.06
+    values[0, 7:20, 11:33] = 0.9
+    values[1, 9, 5] = 0.06
     values[0, 2, 2] = 0.04  # below the threshold
     box = CropForeground(select_fn=lambda x: x > 0.05, allow_smaller=True)(values)
     actual = through(
@@ -274,7 +275,9 @@ def test_grey_is_pils_luminance_and_channels_are_repeated_or_picked_in_order() -
 
 
 def test_slices_are_upright_and_lie_where_the_share_says() -> None:
-    depth, height, width = 10, 6, 8
+    depth = 10
+    height = 6
+    width = 8
     numbers = np.arange(depth * height * width, dtype=np.float32).reshape(1, depth, height, width)
     data = DataSpec(shape=(1, 10, 10), range=(0.0, float(numbers.size)))
     for axis, wanted in (
@@ -290,7 +293,8 @@ def test_slices_are_upright_and_lie_where_the_share_says() -> None:
             )
             actual = Transform(spec, data).apply(Picture(numbers, spacing=(1.0, 1.0, 1.0)))
             for image, slice_ in zip(actual, wanted, strict=True):
-                top, left = (10 - slice_.shape[1]) // 2, (10 - slice_.shape[2]) // 2
+                top = (10 - slice_.shape[1]) // 2
+                left = (10 - slice_.shape[2]) // 2
                 inside = image[:, top : top + slice_.shape[1], left : left + slice_.shape[2]]
                 assert np.allclose(inside, slice_, rtol=1e-5)
     # an image among volumes counts as one of them
@@ -385,7 +389,8 @@ def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_wh
     None
 ):
     data = DataSpec(shape=(1, 8, 8), range=(-1.0, 1.0))
-    image, volume = floats(1, 8, 8), floats(1, 5, 8, 8)
+    image = floats(1, 8, 8)
+    volume = floats(1, 5, 8, 8)
     huge = image.copy()
     huge[0, 0] = 3e38, -3e38, *huge[0, 0, 2:]
     for words, spec, picture in (
@@ -430,11 +435,10 @@ def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_wh
 
 def test_a_picture_is_not_changed_and_gives_the_same_again() -> None:
     values = floats(1, 33, 47)
-    before, transform = (
-        values.copy(),
-        Transform(TransformSpec(), DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0))),
-    )
-    first, again = transform.apply(Picture(values)), transform.apply(Picture(values))
+    before = values.copy()
+    transform = Transform(TransformSpec(), DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0)))
+    first = transform.apply(Picture(values))
+    again = transform.apply(Picture(values))
     assert np.array_equal(first[0], again[0]) and np.array_equal(values, before)
     assert first[0].dtype == np.float32 and first[0].flags.c_contiguous
     assert first[0].min() >= -1.0 and first[0].max() <= 1.0

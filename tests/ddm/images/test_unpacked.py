@@ -19,7 +19,9 @@ class Slow:
     def __init__(
         self, source: ImageArrays, begun: Callable[[], object], may_go_on: threading.Event
     ) -> None:
-        self._source, self._begun, self._may_go_on = source, begun, may_go_on
+        self._source = source
+        self._begun = begun
+        self._may_go_on = may_go_on
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._source, name)
@@ -43,7 +45,9 @@ def test_whoever_unpacks_second_waits_and_takes_nothing_from_the_first(
     same: bool, tmp_path: Path
 ) -> None:
     sources = [packed(tmp_path / f"{value}.npz", value) for value in (1, 2)]
-    begun, may_go_on, num_begun = threading.Event(), threading.Event(), []
+    begun = threading.Event()
+    may_go_on = threading.Event()
+    num_begun = []
 
     def first_begins() -> None:
         num_begun.append("first")

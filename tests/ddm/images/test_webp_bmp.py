@@ -13,7 +13,8 @@ from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 
 RNG = np.random.default_rng(0)
-H, W = 13, 21
+H = 13
+W = 21
 RGB = RNG.integers(0, 256, (H, W, 3), np.uint8)
 RGBA = RNG.integers(0, 256, (H, W, 4), np.uint8)
 

@@ -94,7 +94,8 @@ def test_copy_stops_when_a_file_becomes_shorter_meanwhile(
 def test_copy_of_documents_ends_at_the_first_that_fails_with_what_the_system_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
+    source = tmp_path / "source"
+    target = tmp_path / "target"
     (source / "below").mkdir(parents=True)
     names = ("a", "below/b", "c")
     for name in names:

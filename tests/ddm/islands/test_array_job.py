@@ -18,7 +18,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "one-owner.md"
 def task(owner: Owner, number: int, srun: str) -> tuple[int, str]:
     """Run the script as one task; return its exit code, and what it asked of the scheduler."""
     (script,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), flags=re.DOTALL)
-    programs, asked = owner.path / "programs", owner.path / "asked"
+    programs = owner.path / "programs"
+    asked = owner.path / "asked"
     programs.mkdir(exist_ok=True)
     asked.write_text("")
     for name, text in (("srun", srun), ("scontrol", f'echo "$@" >> {asked}')):

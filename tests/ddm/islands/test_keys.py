@@ -7,7 +7,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ddm.islands.keys import island_key
 from ddm.trust.keys import SigningKey
 
-PLAN, OTHER = "digits-0123abcd", "digits-4567abcd"
+PLAN = "digits-0123abcd"
+OTHER = "digits-4567abcd"
 
 
 def test_key_of_an_island_is_that_of_rfc_5869_and_no_other_islands() -> None:

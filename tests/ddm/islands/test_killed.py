@@ -29,7 +29,8 @@ def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) ->
     assert owner.train("--island", 1).code == 0
     shutil.copytree(owner.path, tmp_path / "two")
     wanted = trained(Owner(tmp_path / "two"))
-    island, steps = Islands(owner.run).island(0), set[str]()
+    island = Islands(owner.run).island(0)
+    steps = set[str]()
     for changes in (20, 24):
         assert killed_at(changes, lambda: owner.train("--island", 0))
         assert not island.is_trained

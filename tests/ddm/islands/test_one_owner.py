@@ -78,7 +78,8 @@ def test_report_says_what_the_release_does_and_its_first_images_are_those_that_i
     page = (found.folder / "report.html").read_text("utf-8")
     assert listed["report.html"].digest == sha256_file(found.folder / "report.html")
     assert alive(page) == []
-    read, islands = Reader(page), Islands(trained.run)
+    read = Reader(page)
+    islands = Islands(trained.run)
     expected = [
         "digits",
         found.manifest.plan_id,
@@ -126,7 +127,8 @@ def test_islands_hold_every_image_once_in_the_cluster_of_its_nearest_centroid(
     trained: Owner,
 ) -> None:
     """Against distances by numpy, in float64."""
-    islands, (images, _) = Islands(trained.run), digits()
+    islands = Islands(trained.run)
+    (images, _) = digits()
     files = PlanFiles.load(islands.plan, islands.bundle)
     feature_ND = files.encoder.encode(torch.from_numpy(images)).double().numpy()
     centre_FD = files.clusters.centroids_FD.double().numpy()
@@ -153,7 +155,8 @@ def test_random_islands_are_equal_disjoint_and_whole(tmp_path: Path) -> None:
 def test_islands_by_a_column_hold_one_value_each(tmp_path: Path) -> None:
     owner = Owner.make(tmp_path)
     assert owner.split("--by", "site").code == 0
-    islands, (_, label_N) = Islands(owner.run), digits()
+    islands = Islands(owner.run)
+    (_, label_N) = digits()
     assert [island.value for island in islands.split.islands] == ["high", "low"]
     for number, small in ((0, False), (1, True)):
         assert set(label_N[map_array(islands.island(number).rows).numpy()] < 4) == {small}
@@ -253,7 +256,8 @@ def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> 
     )
     for done in (owner.split(), owner.train(), owner.assemble("release")):
         assert done.code == 0, done.err
-    islands, (_, label_N) = Islands(owner.run), digits()
+    islands = Islands(owner.run)
+    (_, label_N) = digits()
     rows = map_array(islands.island(1).rows).numpy()[:3]
     condition = islands.plan.condition
     assert isinstance(condition, TextCondition)

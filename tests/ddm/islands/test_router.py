@@ -85,7 +85,8 @@ def test_network_trained_on_labels_tells_islands_apart_that_share_a_group() -> N
     s_NR = counts.sketch.of(images, torch.zeros(len(images)), PATH).float()
     group_N = torch.zeros(len(images), dtype=torch.int64)
     fresh, fresh_N = problem(500, 2)
-    s_BR, t_B = counts.sketch.of(fresh, torch.zeros(500), PATH).float(), torch.zeros(500)
+    s_BR = counts.sketch.of(fresh, torch.zeros(500), PATH).float()
+    t_B = torch.zeros(500)
 
     def share_right(public: PublicSketches) -> float:
         residual = fit_residual(counts, public, prior_K, settings, seed=0)

@@ -137,7 +137,9 @@ def test_python_tufs_own_client_finds_and_verifies_every_published_file(
 def test_python_tufs_own_client_refuses_a_withdrawn_silo_that_it_knew_and_whose_host_puts_everything_back(
     published: Published, tmp_path: Path
 ) -> None:
-    tiny, first, second = published.tiny, published.release, tmp_path / "second"
+    tiny = published.tiny
+    first = published.release
+    second = tmp_path / "second"
     (tmp_path / "metadata").mkdir()
     name = f"{published.plan_id}/silos/north/submission.json"
     assert client(first, published.root, tmp_path).get_targetinfo(name) is not None

@@ -7,7 +7,8 @@ from ddm.partition import nearest
 from ddm.partition.nearest import NearestCentroid
 from tests.support.case import case
 
-BFLOAT16, FLOAT32 = (torch.bfloat16,), (torch.float32,)
+BFLOAT16 = (torch.bfloat16,)
+FLOAT32 = (torch.float32,)
 
 
 def brute(features: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

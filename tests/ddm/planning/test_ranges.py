@@ -13,7 +13,8 @@ def drawn_spread(half_width: float) -> float:
     std = half_width / 2
 
     def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
-        alpha, sigma = 1 - t_B[:, None], t_B[:, None]
+        alpha = 1 - t_B[:, None]
+        sigma = t_B[:, None]
         off = (x_B - alpha * 5) / (alpha**2 * std**2 + sigma**2)
         return sigma * off - (5 + alpha * std**2 * off)  # the mean of eps - x_0 given x_t
 

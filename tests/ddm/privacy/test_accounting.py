@@ -30,7 +30,8 @@ from tests.support.errors import has_subject
 
 def _brute_delta(epsilon: float, mechanisms: list[Mechanism]) -> float:
     """Hockey-stick divergence by summing over every outcome of the Laplace parts, closed form in the Gaussian part."""
-    losses, weights = np.zeros(1), np.ones(1)
+    losses = np.zeros(1)
+    weights = np.ones(1)
     place: np.ndarray
     mu = math.sqrt(sum(m.mu**2 for m in mechanisms if isinstance(m, GaussianMechanism)))
     for mechanism in mechanisms:
@@ -138,7 +139,9 @@ def test_epsilon_never_rises_with_delta_so_that_one_more_plan_never_costs_less_t
 
 
 def test_hundred_plans_cost_what_their_shares_of_delta_cost_in_closed_form() -> None:
-    mu, delta, num = 0.5, 1e-5, 100
+    mu = 0.5
+    delta = 1e-5
+    num = 100
     shares = [delta / (j * (j + 1)) for j in range(1, num)] + [delta / num]
     assert math.fsum(shares) == pytest.approx(delta, rel=1e-12)
     expected = sum(brentq(lambda e, d=d: gaussian_delta(mu, e) - d, 0, 50) for d in shares)
@@ -180,7 +183,9 @@ def test_gaussian_beside_counts_that_cost_the_total_is_refused() -> None:
 def test_t_release_gives_exactly_the_noise_that_mu_asks(path) -> None:
     import torch
 
-    mu, scale, rank = gaussian_mu(7.0, 1e-5), 4.7, 8
+    mu = gaussian_mu(7.0, 1e-5)
+    scale = 4.7
+    rank = 8
     found = t_release(mu, scale, path, rank)
 
     def spent(t: float) -> float:
@@ -214,7 +219,8 @@ def test_sketch_sensitivity_covers_the_worst_rounding() -> None:
 def test_histogram_by_two_cells_costs_no_more_than_the_accounted_worst_case() -> None:
     """Taking one from a cell and adding one to another, against moving one cell by 2, which is what is accounted."""
     epsilon = 0.8
-    rate, z = epsilon / 2, np.arange(-300, 301)
+    rate = epsilon / 2
+    z = np.arange(-300, 301)
     p = np.exp(-rate * np.abs(z))
     p /= p.sum()
 
@@ -259,10 +265,12 @@ def hockey_stick(losses: Mapping[float, float], epsilon: float) -> float:
 
 
 def test_loss_of_a_moved_count_is_that_of_the_histogram_itself() -> None:
-    epsilon, reach = 1.2, np.arange(-60, 61)
+    epsilon = 1.2
+    reach = np.arange(-60, 61)
     mass = np.exp(-epsilon / 2 * np.abs(reach))
     before = np.outer(mass, mass) / mass.sum() ** 2  # cells that hold (1, 0) and (0, 1)
-    first, second = before[1:-1, 1:-1], before[2:, :-2]
+    first = before[1:-1, 1:-1]
+    second = before[2:, :-2]
     up = 1 / (1 + math.exp(-epsilon / 2))
     losses = {epsilon: up**2, 0.0: 2 * up * (1 - up), -epsilon: (1 - up) ** 2}
     for level in (0.0, 0.3, 0.9, 1.1):
@@ -281,7 +289,8 @@ def test_histograms_cost_no_less_than_their_moved_counts_and_hardly_more(
 
 
 def test_histograms_cost_less_than_as_if_one_cell_moved_by_two() -> None:
-    epsilons, delta = (0.5,) * 8, 1e-5
+    epsilons = (0.5,) * 8
+    delta = 1e-5
     one = pld.from_discrete_laplace_mechanism(
         0.25, 2, value_discretization_interval=1e-4, use_connect_dots=True
     )

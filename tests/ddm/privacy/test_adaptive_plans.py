@@ -20,7 +20,8 @@ NOTHING: Outcomes = ((1.0, 1.0),)
 
 def randomized_response(epsilon: float, reveals: float) -> Outcomes:
     """Says everything with probability `reveals`, else answers truly with odds of exp(epsilon)."""
-    truth, hidden = math.exp(epsilon) / (1 + math.exp(epsilon)), 1 - reveals
+    truth = math.exp(epsilon) / (1 + math.exp(epsilon))
+    hidden = 1 - reveals
     return (
         (reveals, 0.0),
         (hidden * truth, hidden * (1 - truth)),
@@ -62,7 +63,8 @@ def exact_curve(outcomes: Outcomes) -> Curve:
             over = [
                 (p, q) for p, q in outcomes if p > 0 and (q == 0 or math.log(p / q) > low + 1e-12)
             ]
-            p_over, q_over = sum(p for p, _ in over), sum(q for _, q in over)
+            p_over = sum(p for p, _ in over)
+            q_over = sum(q for _, q in over)
             if (
                 q_over > 0
                 and p_over > delta

@@ -25,7 +25,8 @@ def _chi_square_fails(
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_discrete_laplace_noise_has_its_law_and_quartered_noise_is_caught(epsilon: float) -> None:
-    num, q = 4000, math.exp(-epsilon / 2)
+    num = 4000
+    q = math.exp(-epsilon / 2)
     reach = int(math.log(num / 60) / (epsilon / 2))
     edges = np.arange(-reach, reach + 1)
     probability = (1 - q) / (1 + q) * q ** np.abs(edges)

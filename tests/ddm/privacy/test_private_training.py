@@ -38,12 +38,15 @@ def brute_delta(
     first = (1 - rate) * hidden + rate * one
     second = (1 - rate) * hidden + rate * (other if replaced else hidden)
     kept = (first > 0) & (second > 0)
-    loss, width = np.log(first[kept] / second[kept]), 2e-4
+    loss = np.log(first[kept] / second[kept])
+    width = 2e-4
     low = math.floor(loss.min() / width)
     mass = np.bincount(np.rint(loss / width).astype(np.int64) - low, weights=first[kept])
-    total, least = np.ones(1), 0
+    total = np.ones(1)
+    least = 0
     for _ in range(steps):
-        total, least = np.clip(signal.fftconvolve(total, mass), 0, None), least + low
+        total = np.clip(signal.fftconvolve(total, mass), 0, None)
+        least = least + low
     losses = (np.arange(len(total)) + least) * width
     return float((total * -np.expm1(np.minimum(0.0, epsilon - losses)))[losses > epsilon].sum())
 
@@ -67,7 +70,8 @@ def test_known_case_costs_what_replace_one_costs_and_not_half_of_it() -> None:
 
 
 def test_training_on_all_units_is_a_gaussian_mechanism_of_twice_the_norm() -> None:
-    noise, steps = 20.0, 30
+    noise = 20.0
+    steps = 30
     found = total_epsilon([DpSgdMechanism(noise_multiplier=noise, rate=1.0, steps=steps)], 1e-6)
     assert gaussian_delta(2 * math.sqrt(steps) / noise, found) == pytest.approx(1e-6, rel=0.01)
 
@@ -90,7 +94,8 @@ def test_noise_that_no_training_could_bear_is_refused() -> None:
 
 def test_expert_and_statistics_cost_less_together_than_their_sum_and_more_than_each() -> None:
     expert = DpSgdMechanism(noise_multiplier=2.0, rate=0.05, steps=200)
-    counts, moments = DiscreteLaplaceMechanism(epsilon=1.0), GaussianMechanism(mu=0.2)
+    counts = DiscreteLaplaceMechanism(epsilon=1.0)
+    moments = GaussianMechanism(mu=0.2)
     parts = [total_epsilon([each], 1e-5) for each in (expert, counts, moments)]
     together = total_epsilon([expert, counts, moments], 1e-5)
     assert max(parts) < together < sum(parts)
@@ -111,7 +116,8 @@ def test_secret_is_for_its_owner_alone_and_made_once(tmp_path: Path) -> None:
 
 
 def test_stream_depends_on_secret_purpose_step_and_unit_alone() -> None:
-    one, other = bytes(32), bytes(31) + b"\1"
+    one = bytes(32)
+    other = bytes(31) + b"\1"
     assert SecretStream(one, "noise", 3).octets(64) == SecretStream(one, "noise", 3).octets(64)
     kinds = [
         (one, "noise", 3, 0),

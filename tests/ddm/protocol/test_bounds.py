@@ -39,7 +39,8 @@ def _of_model(model: type[BaseModel], where: str, seen: set[type[BaseModel]]) ->
 
 
 def _of_type(kind: Any, limits: list[Any], where: str, seen: set[type[BaseModel]]) -> Iterator[str]:
-    origin, parts = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    parts = get_args(kind)
     if origin is Annotated:
         yield from _of_type(parts[0], [*_flat(parts[1:]), *limits], where, seen)
     elif origin in (Union, types.UnionType):

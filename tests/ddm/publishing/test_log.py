@@ -147,7 +147,8 @@ def test_repeating_the_last_word_adds_nothing_and_a_return_to_an_earlier_one_doe
 
 def test_edited_or_shortened_log_is_never_signed_again(keyed: KeyedFederation) -> None:
     """The attack: without the checkpoint's root two histories would follow from one edit."""
-    federation, path = keyed.federation, keyed.federation.path / ENTRIES
+    federation = keyed.federation
+    path = keyed.federation.path / ENTRIES
     whole = path.read_bytes()
     for damaged in (
         whole.replace(b'"east"', b'"west"'),
@@ -231,7 +232,8 @@ def test_public_copy_grows_and_keeps_every_file(keyed: KeyedFederation, tmp_path
 def test_cosignature_of_a_witness_is_kept_until_the_log_grows(
     keyed: KeyedFederation, tmp_path: Path
 ) -> None:
-    federation, witness = keyed.federation, SigningKey.generate()
+    federation = keyed.federation
+    witness = SigningKey.generate()
     signed = sign(federation).signed
     assert signed is not None
     (tmp_path / "cosigned").write_bytes(

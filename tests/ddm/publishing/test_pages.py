@@ -142,7 +142,8 @@ def front_matter(card: str) -> dict[str, object]:
 def test_card_and_report_say_of_every_silo_what_the_manifest_says(
     given: PageInput, drawn: Mapping[str, str]
 ) -> None:
-    cards, listed = Reader(drawn[REPORT_NAME]).cards, front_matter(drawn[CARD_NAME])["silos"]
+    cards = Reader(drawn[REPORT_NAME]).cards
+    listed = front_matter(drawn[CARD_NAME])["silos"]
     assert isinstance(listed, list) and len(listed) == len(cards) == len(given.manifest.silos) == 2
     for silo, entry in zip(given.manifest.silos, listed, strict=True):
         submission = given.submissions[silo.silo_id]
@@ -220,8 +221,10 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
     document["silos"][1]["admitted"] = True
     document["experts"][1]["flags"] = ["copy", "stands_apart"]
     admitted = Manifest.parse(json.dumps(document).encode(), subject="manifest")
-    expert, silo_id = admitted.experts[1].expert_id, admitted.silos[1].silo_id
-    pages, whole = undrawn(replace(given, manifest=admitted)), undrawn(given)
+    expert = admitted.experts[1].expert_id
+    silo_id = admitted.silos[1].silo_id
+    pages = undrawn(replace(given, manifest=admitted))
+    whole = undrawn(given)
     words = "copies another silo's expert; a much higher loss than the other experts"
     assert f"{expert}: {words}" in Reader(pages[REPORT_NAME]).cards[silo_id]["screening"]
     assert f"flagged the submission of {silo_id}" in Reader(pages[REPORT_NAME]).text
@@ -250,7 +253,8 @@ def test_pages_name_the_classes_that_samples_can_be_asked_for(given: PageInput) 
         (len(names), names, f", {names[MAX_NAMED_CLASSES - 1]} and 3 more"),
     ):
         asked = undrawn(with_classes(given, num, known))
-        report, card = Reader(asked[REPORT_NAME]).text, asked[CARD_NAME]
+        report = Reader(asked[REPORT_NAME]).text
+        card = asked[CARD_NAME]
         for begin, end, page in (("", ".", report), ("- ", "\n", card)):
             line = page.split(f"{begin}{num} classes, asked for with", 1)[1].split(end)[0]
             assert line.endswith(words), line
@@ -416,7 +420,8 @@ class Levels:
     num_experts = 3
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        level_E, t_B1 = torch.tensor([-0.5, 0.0, 0.5]), t_B[:, None]
+        level_E = torch.tensor([-0.5, 0.0, 0.5])
+        t_B1 = t_B[:, None]
         precision_B1 = 20 * (1 - t_B1) / t_B1.clamp(min=0.05)
         return (
             -precision_B1

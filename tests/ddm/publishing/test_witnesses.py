@@ -71,7 +71,8 @@ def log(keyed: KeyedFederation) -> Done:
 
 
 def read(keyed: KeyedFederation, *more: object) -> Done:
-    root, state = keyed.federation.tuf / "1.root.json", keyed.path / "state"
+    root = keyed.federation.tuf / "1.root.json"
+    state = keyed.path / "state"
     return command(
         "ddm", "log", public_folder(keyed.federation), "--root", root, "--state", state, *more
     )
@@ -160,7 +161,8 @@ def test_witness_that_answers_otherwise_adds_nothing(
 
 
 def test_cosignature_of_another_key_is_not_added(keyed: KeyedFederation, witness: Witness) -> None:
-    signed, other = TransparencyLog.load(keyed.federation).signed, SigningKey.generate()
+    signed = TransparencyLog.load(keyed.federation).signed
+    other = SigningKey.generate()
     assert signed is not None
     foreign = cosign(signed, witness.name, other, 1_700_000_000).note.signatures[-1]
     witness.says = (200, str(foreign).encode())

@@ -130,7 +130,8 @@ def test_guided_mixture_is_wrong_with_one_set_of_weights_for_both_branches() -> 
 
 def test_prior_of_a_class_follows_another_prior_of_the_experts() -> None:
     x, t_B = noised()
-    own, wanted = four_silos(), (0.1, 0.6, 0.2, 0.1)
+    own = four_silos()
+    wanted = (0.1, 0.6, 0.2, 0.1)
     weight_C = own.weight_C * torch.tensor(
         [wanted[k] / own.prior_K[k] for k in own.silo_C.tolist()], dtype=torch.float64
     )
@@ -145,7 +146,8 @@ def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it(
     """Without guidance every exact strategy stays exact, and no expert is asked about a class that it never saw."""
     for strategy in ["full", Sample(), Lock(), Lock(0.6), TopK(4)]:
         with case(strategy=strategy):
-            num, expected = 2000, torch.tensor(prior_given(0), dtype=torch.float64)
+            num = 2000
+            expected = torch.tensor(prior_given(0), dtype=torch.float64)
             expected = expected / expected.sum()
             drawn = exact().sample(
                 num,

@@ -94,7 +94,8 @@ def by_repaint(mixture: GaussianMixture, first: float, steps: int, resampling: i
 
     x = noise()
     for n in range(steps):
-        t, t_next = 1 - n / steps, 1 - (n + 1) / steps
+        t = 1 - n / steps
+        t_next = 1 - (n + 1) / steps
         for again in range(resampling):
             x = put(
                 x + (t_next - t) * mixture.velocity(x, torch.full((NUM,), t, dtype=torch.float64)),
@@ -107,7 +108,8 @@ def by_repaint(mixture: GaussianMixture, first: float, steps: int, resampling: i
 
 
 def test_corrections_come_closer_than_the_resampling_of_repaint_with_as_many_evaluations() -> None:
-    mixture, expected = two_silos(), share_above(two_silos(), -1.0)
+    mixture = two_silos()
+    expected = share_above(two_silos(), -1.0)
     ours = float((inpainted(mixture, -1.0, strategy="full") > 0).double().mean())
     theirs = float((by_repaint(mixture, -1.0, 20, 10) > 0).double().mean())
     assert expected - ours < 0.75 * (expected - theirs)
@@ -145,7 +147,8 @@ def test_every_solver_inpaints(solver: SolverName) -> None:
 
 def test_experts_and_router_are_asked_where_the_known_part_is_noised_to_their_time() -> None:
     """At every time the known axis has the mean ``alpha_t y`` and the deviation ``sigma_t``."""
-    mixture, asked = two_silos(), list[tuple[float, Tensor]]()
+    mixture = two_silos()
+    asked = list[tuple[float, Tensor]]()
 
     class Watching:
         num_experts = 2
@@ -243,7 +246,8 @@ def test_latents_are_known_where_all_their_pixels_are_and_known_pixels_are_put_b
 def test_times_that_end_in_noise_and_a_router_asked_now_and_then_are_refused_beside_known_parts() -> (
     None
 ):
-    ensemble, images = of_mixture(two_silos()), torch.zeros(3, 2)
+    ensemble = of_mixture(two_silos())
+    images = torch.zeros(3, 2)
     for corrections in (0, 9):
         with case(corrections=corrections), pytest.raises(MathError, check=has_subject("times")):
             ensemble.inpaint(
@@ -258,7 +262,8 @@ def test_times_that_end_in_noise_and_a_router_asked_now_and_then_are_refused_bes
 
 
 def test_mask_that_means_nothing_is_refused() -> None:
-    ensemble, images = of_mixture(two_silos()), torch.zeros(3, 2)
+    ensemble = of_mixture(two_silos())
+    images = torch.zeros(3, 2)
     wrong: list[tuple[Tensor, Tensor, type[Exception]]] = [
         (images, torch.tensor([True, True]), MathError),
         (images, torch.tensor([True, False, False]), ShapeError),

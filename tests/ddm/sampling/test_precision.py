@@ -93,10 +93,8 @@ def test_autocast_region_of_the_caller_lowers_experts_alone(published: Published
             ).images,
         )
         assert 0 < float((inside.images - plain.images).abs().max()) < 0.5
-    x, t = (
-        torch.randn(3, *made.shape, generator=torch.Generator().manual_seed(1)),
-        torch.full((3,), 0.4),
-    )
+    x = torch.randn(3, *made.shape, generator=torch.Generator().manual_seed(1))
+    t = torch.full((3,), 0.4)
     expected = made.posterior(x, t)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(made.posterior(x, t), expected)

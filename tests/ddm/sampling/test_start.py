@@ -70,7 +70,9 @@ def test_data_noised_and_followed_back_keep_their_law_and_change_silos_as_the_po
     path: Path,
 ) -> None:
     """Silo j follows silo k with probability ``E[w_j(x_t) | x_0 of k]``; the law of all data stays as it was."""
-    num, t, mixture = 1000, 0.7, four_silos(path)
+    num = 1000
+    t = 0.7
+    mixture = four_silos(path)
     of_two = torch.tensor([2.0, -2.0]).expand(num, 2)  # a centre of silo 1
     noised = x_t(
         path,
@@ -89,7 +91,8 @@ def test_data_noised_and_followed_back_keep_their_law_and_change_silos_as_the_po
             drawn = exact(path).image_to_image(of_two, t, steps=12, strategy=locked)
             error = (expected * (1 - expected) / num).sqrt()
             assert ((counts(drawn.images) / num - expected).abs() < 7 * error + 5e-3).all()
-    data, share = mixture.draw(num, seed=3).float(), torch.tensor(mixture.prior_K)
+    data = mixture.draw(num, seed=3).float()
+    share = torch.tensor(mixture.prior_K)
     for strategy in EXACT:
         with case(strategy=strategy):
             back = exact(path).image_to_image(data, 0.8, steps=12, strategy=strategy).images
@@ -166,7 +169,8 @@ def test_generator_takes_the_place_of_the_seed_and_moves_on() -> None:
         return exact().sample(20, steps=2, options=SamplingOptions(generator=generator)).images
 
     generator = torch.Generator().manual_seed(7)
-    first, second = draw(generator), draw(generator)
+    first = draw(generator)
+    second = draw(generator)
     assert not torch.equal(first, second)
     assert torch.equal(draw(torch.Generator().manual_seed(7)), first)
     alone = exact(chunk_size=1).sample(
@@ -288,10 +292,8 @@ def test_arguments_that_do_not_go_together_are_refused_in_one_sentence() -> None
 def test_posterior_is_the_log_probability_of_each_expert_even_where_it_is_too_small_for_a_number() -> (
     None
 ):
-    mixture, x = (
-        four_silos(),
-        torch.cat([four_silos().draw(50, seed=1), torch.tensor([[2.0, 2.0]])]),
-    )
+    mixture = four_silos()
+    x = torch.cat([four_silos().draw(50, seed=1), torch.tensor([[2.0, 2.0]])])
     t = torch.full((51,), 0.3, dtype=torch.float64)
     expected = torch.log_softmax(
         mixture.log_likelihood(x, t) + torch.tensor(mixture.prior_K, dtype=torch.float64).log(), 1

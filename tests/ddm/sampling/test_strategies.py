@@ -71,7 +71,8 @@ def test_strategy_that_selects_all_is_the_full_mixture(strategy: Strategy) -> No
 
 def weighted(x: Tensor, t_B: Tensor, k: int) -> Tensor:
     """Brute force, sample by sample: the k most probable experts, their probabilities divided by their sum."""
-    mixture, rows = four_silos(), []
+    mixture = four_silos()
+    rows = []
     w_BK = (
         mixture.log_likelihood(x, t_B) + torch.tensor(mixture.prior_K, dtype=x.dtype).log()
     ).softmax(1)

@@ -24,7 +24,9 @@ from ddm.ensemble import (
 from ddm.sampling.trajectories import draw_noise
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
-STEPS, NUM, SEED = 6, 5, 3
+STEPS = 6
+NUM = 5
+SEED = 3
 STRATEGIES = (
     Full(),
     Sample(),
@@ -44,12 +46,10 @@ class Alone:
     def __init__(
         self, mixture: GaussianMixture, strategy: Strategy, every: int, uniform_S: Tensor
     ) -> None:
-        self.mixture, self.strategy, self.every, self.uniform_S = (
-            mixture,
-            strategy,
-            every,
-            uniform_S,
-        )
+        self.mixture = mixture
+        self.strategy = strategy
+        self.every = every
+        self.uniform_S = uniform_S
         self.prior_K = torch.tensor(mixture.prior_K, dtype=torch.float64)
         self.allowed: set[int] = set()
         self.held_K = self.prior_K
@@ -63,7 +63,9 @@ class Alone:
         return joint_K / joint_K.sum() if t < 1 else self.prior_K
 
     def decide(self, n: int, x_D: Tensor, t: float) -> None:
-        w_K, fresh, before = self.posterior(x_D, t), n % self.every == 0, self.allowed
+        w_K = self.posterior(x_D, t)
+        fresh = n % self.every == 0
+        before = self.allowed
         order = sorted(range(4), key=lambda k: -float(w_K[k]))
         drawn = {next(k for k in range(4) if float(w_K[: k + 1].sum()) > float(self.uniform_S[n]))}
         match self.strategy:
@@ -86,21 +88,26 @@ class Alone:
             case Threshold(least=least):
                 chosen = {k for k in range(4) if float(w_K[k]) >= least} | {order[0]}
         if fresh:
-            self.allowed, self.held_K = chosen, w_K
+            self.allowed = chosen
+            self.held_K = w_K
         if self.allowed != before:
             self.before = None
 
     def velocity(self, x_D: Tensor, t: float) -> Tensor:
         w_K = self.posterior(x_D, t) if self.every == 1 else self.held_K
-        ask_B, total = torch.full((1,), t).double(), sum(float(w_K[k]) for k in self.allowed)
+        ask_B = torch.full((1,), t).double()
+        total = sum(float(w_K[k]) for k in self.allowed)
         parts = [w_K[k] / total * self.mixture.expert(k)(x_D[None], ask_B)[0] for k in self.allowed]
         return torch.stack(parts).sum(0)
 
     def step(self, solver: SolverName, x_D: Tensor, t: float, t_next: float) -> Tensor:
-        u_D, h, path = self.velocity(x_D, t), t_next - t, self.mixture.path
+        u_D = self.velocity(x_D, t)
+        h = t_next - t
+        path = self.mixture.path
         if solver == "heun":
             return x_D + h / 2 * (u_D + self.velocity(x_D + h * u_D, t_next))
-        at, then = torch.tensor(t).double(), torch.tensor(t_next).double()
+        at = torch.tensor(t).double()
+        then = torch.tensor(t_next).double()
         noise = (path.alpha(at) * u_D - path.d_alpha(at) * x_D) / (
             path.alpha(at) * path.d_sigma(at) - path.sigma(at) * path.d_alpha(at)
         )
@@ -137,9 +144,11 @@ def test_samples_travel_in_groups_as_each_would_alone(
     )
     noise, uniform_BS = draw_noise(range(NUM), (2,), SEED, STEPS)
     for i in range(NUM):
-        alone, x_D = Alone(mixture, strategy, every, uniform_BS[i]), noise[i].double()
+        alone = Alone(mixture, strategy, every, uniform_BS[i])
+        x_D = noise[i].double()
         for n in range(STEPS):
-            t, t_next = 1 - n / STEPS, 1 - (n + 1) / STEPS
+            t = 1 - n / STEPS
+            t_next = 1 - (n + 1) / STEPS
             alone.decide(n, x_D, t)
             x_D = alone.step(solver, x_D, t, t_next)
         torch.testing.assert_close(together.images[i].double(), x_D, atol=1e-4, rtol=0)

@@ -48,8 +48,10 @@ from tests.support.torchrun_program import fresh, texts
 
 SHAPE = (1, 8, 8)
 NOTHING = NoCondition()
-CLASS, TEXT = ClassCondition(num_classes=3, drop=0.1), TextCondition(dim=6, max_tokens=4, drop=0.1)
-DIT, MMDIT = Dit(patch=2, hidden=16, depth=1, heads=2), Mmdit(patch=2, hidden=16, depth=1, heads=2)
+CLASS = ClassCondition(num_classes=3, drop=0.1)
+TEXT = TextCondition(dim=6, max_tokens=4, drop=0.1)
+DIT = Dit(patch=2, hidden=16, depth=1, heads=2)
+MMDIT = Mmdit(patch=2, hidden=16, depth=1, heads=2)
 UNET = Unet(
     channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4
 )
@@ -138,7 +140,8 @@ def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
         words = {"condition": ASKED.get(condition.kind), "guidance": 1.5}
 
     def drawn(device: str, strategy: str) -> Tensor:
-        nets, router = experts(architecture, condition, device), UninformedRouter(2)
+        nets = experts(architecture, condition, device)
+        router = UninformedRouter(2)
         made = Ensemble(nets, router, [1.0, 2.0], SHAPE, device=device, condition=condition)
         return made.sample(
             3,
@@ -186,7 +189,8 @@ def test_own_samples_of_readers_are_drawn_on_a_gpu_as_on_a_cpu(tmp_path: Path) -
     texts_NLD = torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(2))
 
     def drawn(device: str) -> Tensor:
-        nets, router = experts(DIT, TEXT, device), UninformedRouter(2)
+        nets = experts(DIT, TEXT, device)
+        router = UninformedRouter(2)
         teacher = Ensemble(nets, router, [1.0, 2.0], SHAPE, device=device, condition=TEXT)
         asked = {"source": "here", "condition": TEXT, "texts": texts_NLD, "steps": 2}
         return own_samples(
@@ -209,7 +213,8 @@ def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
     found: dict[str, dict[str, Tensor]] = {}
 
     def taught(name: str, device: str, teacher: str) -> dict[str, Tensor]:
-        ensemble, plan = load_ensemble(release, device=device), release.plan
+        ensemble = load_ensemble(release, device=device)
+        plan = release.plan
         lessons = own_samples(
             ensemble,
             8,
@@ -293,7 +298,8 @@ def test_latents_are_encoded_and_decoded_on_a_gpu_as_on_a_cpu() -> None:
 
 def test_texts_are_encoded_on_a_gpu_as_on_a_cpu_up_to_bf16(tmp_path: Path) -> None:
     folder = save(tmp_path / "encoder", network("T5EncoderModel"))
-    condition, prompts = pin(folder, max_tokens=5, drop=0.1), ["left", "right and left", ""]
+    condition = pin(folder, max_tokens=5, drop=0.1)
+    prompts = ["left", "right and left", ""]
     here = TextEncoder.open(folder, condition).encode(prompts)
     with pretend_gpu() as gpu:
         there = TextEncoder.open(folder, condition).encode(prompts)

@@ -95,7 +95,8 @@ def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
     clock = Clock()
     with kept(worker(tmp_path, silent_s=60.0), clock=clock) as supervisor:
         supervisor.start("worker", timeout_s=LIMIT_S)
-        first, beat = supervisor.pids(), HeartbeatFile(tmp_path / "alive")
+        first = supervisor.pids()
+        beat = HeartbeatFile(tmp_path / "alive")
         for _ in range(4):  # twice as long as it may be silent, with a beat every half of that
             beat.beats()
             wait_until(beat.beats, "a heartbeat")
@@ -107,7 +108,8 @@ def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
 def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_program(
     tmp_path: Path,
 ) -> None:
-    clock, answers = Clock(), iter([True, False, True])
+    clock = Clock()
+    answers = iter([True, False, True])
     program = Program(
         "worker", starter(tmp_path, "import time; time.sleep(60)"), works=lambda: next(answers)
     )
