@@ -194,7 +194,8 @@ def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
 def test_silo_init_twice_overwrites_nothing_and_one_cut_short_is_finished_with_the_same_keys(
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
 ) -> None:
-    site, words = tmp_path / "south", init_words(planned, tmp_path / "south", secret)
+    site = tmp_path / "south"
+    words = init_words(planned, tmp_path / "south", secret)
     assert run(*words).code == 0
     names = ("private/silo.key", "courier/node.key", "courier/node.pub")
     keys = [(site / name).read_bytes() for name in names]
@@ -361,7 +362,8 @@ def test_plan_needs_silos_and_a_person_or_yes(
 def test_commands_say_what_comes_first_when_given_too_early(
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
 ) -> None:
-    fed, site = planned.federation.path, planned.sites["east"].path
+    fed = planned.federation.path
+    site = planned.sites["east"].path
     assert "silo init" in run("silo", "status", tmp_path / "absent").err
     assert "aggregator init" in run("aggregator", "router", tmp_path / "absent").err
     assert "aggregator run" in run("aggregator", "router", fed).err
@@ -527,10 +529,8 @@ def test_same_command_gives_the_same_bytes_and_sample_i_is_the_same_for_any_num_
     ):
         assert run(*words, "--num", num, "--out", tmp_path / name).code == 0
     assert (tmp_path / "three.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
-    three, seventy = (
-        np.load(tmp_path / "three.npz")["images"],
-        np.load(tmp_path / "seventy.npz")["images"],
-    )
+    three = np.load(tmp_path / "three.npz")["images"]
+    seventy = np.load(tmp_path / "seventy.npz")["images"]
     assert three.dtype == np.float32
     assert np.allclose(three, seventy[:3], rtol=0, atol=2e-5)
     assert not np.allclose(three[0], three[1], rtol=0, atol=2e-5)

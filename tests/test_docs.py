@@ -436,7 +436,8 @@ def test_code_map_has_exactly_one_line_for_every_room() -> None:
 def places_in_picture() -> dict[str, dict[str, tuple[int, int]]]:
     """Where the picture shows each word, by package: its line and column. `ddm` lies below the other two."""
     lines = CODE_MAP.read_text("utf-8").split("```")[1].splitlines()
-    ground, wall = lines.index(" ddm/"), lines[1].index("aggregator/") - 1
+    ground = lines.index(" ddm/")
+    wall = lines[1].index("aggregator/") - 1
     places: dict[str, dict[str, tuple[int, int]]] = {package: {} for package in ROOMS}
     for number, line in enumerate(lines):
         for word in re.finditer(r"\w+", line):

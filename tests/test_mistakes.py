@@ -530,10 +530,8 @@ def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(
 @contextmanager
 def small_files(num_bytes: int) -> Iterator[None]:
     """A disk that takes so much of each file: what a quota does."""
-    before, handler = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
         yield

@@ -70,7 +70,8 @@ def test_autoencoder_beats_the_mean_image_and_a_plan_takes_its_table(
 
 
 def test_run_that_was_killed_goes_on_to_the_same_bytes(data: Path, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    whole = tmp_path / "whole.safetensors"
+    parts = tmp_path / "parts.safetensors"
     run(data, whole, 30, "--every", "10")
     asked = [
         sys.executable,

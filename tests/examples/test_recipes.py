@@ -31,7 +31,9 @@ from tests.support.federation import PASSPHRASE, POLICY, TinyFederation
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
-NUM, PUBLIC, PLANS = 24, 100, 5
+NUM = 24
+PUBLIC = 100
+PLANS = 5
 OF_PATIENTS = ("patients", "private")
 TINY = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 # What a test changes of a recipe so that it takes a second: sizes alone.
@@ -223,7 +225,8 @@ def test_every_case_has_a_recipe_of_which_a_usual_budget_covers_several_plans() 
             )
             steps = [drawn] * PLANS
             if terms := recipe.expert.privacy:  # as much as one plan may spend
-                rate, taken = terms.rate(3000), recipe.expert.training.num_steps
+                rate = terms.rate(3000)
+                taken = recipe.expert.training.num_steps
                 noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, taken)
                 steps = [(*drawn, DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=taken))]
                 both = (

@@ -26,7 +26,8 @@ SMALL = {
 def made(folder: Path) -> tuple[Path, Path]:
     """Data sets of the same layout, with two or three made pictures a patient."""
     rng = np.random.default_rng(0)
-    hannover, pneumonia = folder / "hannover", folder / "pneumonia.npz"
+    hannover = folder / "hannover"
+    pneumonia = folder / "pneumonia.npz"
     (hannover / "images").mkdir(parents=True)
     with (hannover / "metadata.csv").open("w", newline="") as handle:
         table = csv.writer(handle)

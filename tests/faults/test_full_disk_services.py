@@ -67,7 +67,8 @@ def test_federation_ends_as_if_nothing_had_happened_when_a_service_finds_the_dis
     seed: int, operators: Operators, library: Path, num_calls: dict[str, int]
 ) -> None:
     service, at = point_of(seed, num_calls)
-    full, count = operators.folder / "full", operators.folder / f"{service}.count"
+    full = operators.folder / "full"
+    count = operators.folder / f"{service}.count"
     found_federation(operators)
     disturb(operators, library, service, at)
     full.touch()

@@ -82,7 +82,8 @@ def run_with_a_kill(operators: Operators, victim: str, event: str) -> bool:
 
 def check_nothing_lost_or_doubled(operators: Operators) -> dict[str, str]:
     """Return the digest of every expert after the checks."""
-    plan_id, folder = operators.plan_id, operators.folder
+    plan_id = operators.plan_id
+    folder = operators.folder
     digests = {}
     for silo in SILOS:
         assert (

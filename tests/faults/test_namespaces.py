@@ -57,7 +57,8 @@ class Federation:
     """An aggregator on one host, a silo that sends its submission on another, a stranger on a third."""
 
     def __init__(self, operators: Operators, switch: Switch) -> None:
-        self.operators, self.switch = operators, switch
+        self.operators = operators
+        self.switch = switch
 
     @property
     def port(self) -> int:
@@ -145,7 +146,8 @@ def flood(federation: Federation) -> Iterator[Callable[[str], int]]:
         command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin and process.stdout
-        stdin, stdout = process.stdin, process.stdout
+        stdin = process.stdin
+        stdout = process.stdout
 
         def hold(numbers: str) -> int:
             stdin.write(f"{numbers}\n")

@@ -62,7 +62,8 @@ def header(shape: object, dtype: str = "<f4") -> bytes:
 
 def patched(data: bytes, offset: int, new: bytes) -> bytes:
     """Change the same field in the entry before the data and in the directory behind them."""
-    local, central = data.index(b"PK\x03\x04"), data.index(b"PK\x01\x02")
+    local = data.index(b"PK\x03\x04")
+    central = data.index(b"PK\x01\x02")
     changed = bytearray(data)
     changed[local + offset : local + offset + len(new)] = new
     changed[central + offset + 2 : central + offset + 2 + len(new)] = new

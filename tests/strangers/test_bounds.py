@@ -33,7 +33,8 @@ from tests.support.parsers import DIGEST, Door, doors, messages, metadata
 pytestmark = pytest.mark.measured
 
 # What one document may cost at worst, on top of the program itself.
-MIB, CPU_S = 400, 5
+MIB = 400
+CPU_S = 5
 TEN_GIB = 10 * 1024**3
 
 
@@ -68,7 +69,8 @@ def bombs(limit: int) -> dict[str, bytes]:
 
 def misfits(sample: bytes, limit: int) -> dict[str, bytes]:
     """The honest document with one list or table in it that has as many wrong entries as are allowed."""
-    value, found = json.loads(sample), {}
+    value = json.loads(sample)
+    found = {}
     text = json.dumps(value, separators=(",", ":"))
     for name, part in value.items():
         if isinstance(part, list | dict):

@@ -29,7 +29,8 @@ class _Grid:
     """Puts an answer together from the objects that a node sent, as Flower's own grid does."""
 
     def __init__(self, top: str, contents: dict[str, bytes]) -> None:
-        self._top, self._contents = top, contents
+        self._top = top
+        self._contents = contents
 
     def pull_messages(self, message_ids: list[str]) -> list[Message]:
         found: Any = inflate_object_from_contents(self._top, dict(self._contents))
@@ -43,7 +44,10 @@ def fetch(top: str, contents: dict[str, bytes]) -> object:
 
 def replaced(kind: str, new: bytes) -> tuple[str, dict[str, bytes]]:
     """The objects with one of them exchanged, and every object above it naming the new one."""
-    top, contents, old, content = ANSWER.object_id, dict(OBJECTS), KINDS[kind], new
+    top = ANSWER.object_id
+    contents = dict(OBJECTS)
+    old = KINDS[kind]
+    content = new
     while True:
         fresh = get_object_id(content)
         del contents[old]
@@ -51,7 +55,8 @@ def replaced(kind: str, new: bytes) -> tuple[str, dict[str, bytes]]:
         if old == top:
             return fresh, contents
         parent = next(one for one, data in contents.items() if old.encode() in data)
-        content, old = contents[parent].replace(old.encode(), fresh.encode()), parent
+        content = contents[parent].replace(old.encode(), fresh.encode())
+        old = parent
 
 
 def test_honest_objects_are_put_together() -> None:

@@ -60,7 +60,8 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 def spoilt(sample: bytes) -> list[bytes]:
     """The sample with a canary in every place: as a value, as a name, and as a name with the value that was there."""
-    value, found = json.loads(sample), []
+    value = json.loads(sample)
+    found = []
     for place in places(value):
         for canary in CANARIES:
             found.append(put(value, place, canary))
@@ -164,7 +165,8 @@ def message(content: RecordDict) -> Message:
 
 def hostile_records() -> list[RecordDict]:
     """Everything odd that Flower would deliver, a canary in each."""
-    bad, good = CANARIES[0], messages()["pull"].sample.decode()
+    bad = CANARIES[0]
+    good = messages()["pull"].sample.decode()
     head = ConfigRecord({"document": good})
     array = {"dtype": "uint8", "shape": (6,), "stype": "archipelago.bytes", "data": b"CANARY"}
     return [
@@ -304,7 +306,8 @@ def signed_hostile(tiny: TinyFederation, plan_id: str) -> list[dict[str, bytes]]
 
 def hostile_unanswered(tiny: TinyFederation, plan_id: str, number: int) -> list[dict[str, bytes]]:
     """Submissions that the silo did not sign, or with a path that it may not sign."""
-    bad, document = CANARIES[0], submission_document() | {"plan_id": plan_id}
+    bad = CANARIES[0]
+    document = submission_document() | {"plan_id": plan_id}
     more = {"experts/CANARY/expert.safetensors": b"CANARY"}
     return [
         signed(tiny, plan_id, number, json.dumps(document).encode(), more),
@@ -326,11 +329,10 @@ def test_intake_refuses_every_hostile_submission_answers_no_unsigned_one_and_rep
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    federation, plan_id = tiny[0].federation, tiny[1]
-    incoming, receipts = (
-        federation.incoming / plan_id / "north",
-        federation.receipts / plan_id / "north",
-    )
+    federation = tiny[0].federation
+    plan_id = tiny[1]
+    incoming = federation.incoming / plan_id / "north"
+    receipts = federation.receipts / plan_id / "north"
     key = load_key(federation, "receipts", PASSPHRASE)
 
     def printed(receipt: Receipt) -> None:
@@ -379,7 +381,8 @@ ODD_NUMBERS = {
 def test_intake_survives_an_incoming_folder_of_odd_things(
     tiny: tuple[TinyFederation, str], odd: str
 ) -> None:
-    federation, plan_id = tiny[0].federation, tiny[1]
+    federation = tiny[0].federation
+    plan_id = tiny[1]
     path = federation.incoming / plan_id / "north" / ODD_NUMBERS[odd]
     path.parent.mkdir(parents=True, exist_ok=True)
     if odd == "link":
@@ -407,7 +410,8 @@ def test_receipt_by_another_key_is_moved_aside_unread(tmp_path: Path) -> None:
         "sequence": 1,
         "verdict": verdict,
     }
-    receipt, path = json.dumps(receipt_document() | told).encode(), tmp_path / "1.json"
+    receipt = json.dumps(receipt_document() | told).encode()
+    path = tmp_path / "1.json"
     for stranger, kind in ((SigningKey.generate(), RECEIPT_KIND), (KEY, "card")):
         path.write_bytes(seal(receipt, kind, stranger))
         assert find_receipt(path, plan, binding, tmp_path / "submission.json") is None
