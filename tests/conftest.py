@@ -88,7 +88,7 @@ def no_waiting_for_disks() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRelease:
     """A release, the root that a researcher pinned, and the federation behind it."""
 
     release: Path
@@ -98,19 +98,19 @@ class Published:
 
 
 @pytest.fixture(scope="session")
-def published_once(tmp_path_factory: pytest.TempPathFactory) -> Published:
+def published_once(tmp_path_factory: pytest.TempPathFactory) -> PublishedRelease:
     """The session's release; tests read it and never change it."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny = TinyFederation.create(folder, {"east": 60, "north": 120})
     plan_id = tiny.complete(folder / "release")
-    return Published(folder / "release", tiny.root, plan_id, tiny)
+    return PublishedRelease(folder / "release", tiny.root, plan_id, tiny)
 
 
 @pytest.fixture
-def published(published_once: Published, tmp_path: Path) -> Published:
+def published(published_once: PublishedRelease, tmp_path: Path) -> PublishedRelease:
     """A copy of the session's federation and release that a test may change."""
     tiny = published_once.tiny.copy(tmp_path / "copy")
-    return Published(tiny.path / "release", tiny.root, published_once.plan_id, tiny)
+    return PublishedRelease(tiny.path / "release", tiny.root, published_once.plan_id, tiny)
 
 
 Planned = tuple[TinyFederation, str]

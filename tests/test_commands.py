@@ -27,7 +27,7 @@ from ddm.system.process_table import descendants
 from ddm.system.processes import free_port, program
 from ddm.trust.verify import verify_release
 from silo.config import Site
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.federation import (
     PASSPHRASE,
@@ -37,7 +37,7 @@ from tests.support.federation import (
     recipe,
     write_policy,
 )
-from tests.support.processes import alive
+from tests.support.processes import is_running
 from tests.support.publishing import publish_unchecked
 from tests.support.waiting import LIMIT_S
 
@@ -386,7 +386,9 @@ def test_commands_say_what_comes_first_when_given_too_early(
     assert "aggregator plan" in done.err
 
 
-def test_publish_never_touches_what_is_there(run: Run, published: Published, secret: Path) -> None:
+def test_publish_never_touches_what_is_there(
+    run: Run, published: PublishedRelease, secret: Path
+) -> None:
     before = {path: path.read_bytes() for path in published.release.rglob("*") if path.is_file()}
     fed = published.tiny.federation.path
     assert (
@@ -420,13 +422,13 @@ def test_aggregator_run_names_a_busy_port_and_starts_nothing(
 
 
 @pytest.fixture
-def look(published: Published, tmp_path: Path) -> list[object]:
+def look(published: PublishedRelease, tmp_path: Path) -> list[object]:
     """The options that every command of `ddm` takes."""
     return [published.release, "--root", published.root, "--state", tmp_path / "state"]
 
 
 def test_verify_pins_a_silo_key_and_refuses_another(
-    run: Run, published: Published, look: list[object]
+    run: Run, published: PublishedRelease, look: list[object]
 ) -> None:
     keys = verify_release(published.release, published.root.read_bytes(), state=None).silo_keys
     done = run("ddm", "verify", *look, "--silo-key", f"north={keys['north'].upper()}")
@@ -440,7 +442,7 @@ def test_verify_pins_a_silo_key_and_refuses_another(
 
 
 def test_verify_refuses_an_older_release_served_to_the_same_state(
-    run: Run, published: Published, look: list[object], tmp_path: Path
+    run: Run, published: PublishedRelease, look: list[object], tmp_path: Path
 ) -> None:
     published.tiny.publish(tmp_path / "newer")
     assert run("ddm", "verify", tmp_path / "newer", *look[1:]).code == 0
@@ -449,7 +451,7 @@ def test_verify_refuses_an_older_release_served_to_the_same_state(
 
 def test_expired_timestamp_is_refused_and_loud_when_archived(
     run: Run,
-    published: Published,
+    published: PublishedRelease,
     look: list[object],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -468,7 +470,7 @@ def test_expired_timestamp_is_refused_and_loud_when_archived(
 
 
 def test_verify_names_the_folder_when_its_memory_cannot_be_written(
-    run: Run, published: Published, tmp_path: Path
+    run: Run, published: PublishedRelease, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     done = run(
@@ -649,13 +651,13 @@ def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped
         assert process.returncode == code
         assert "run the same command to go on" in said
         assert "Traceback" not in said
-        assert not [pid for pid in children if alive(pid)]
+        assert not [pid for pid in children if is_running(pid)]
         assert '"training"' in (site / "private" / "state.json").read_text()
     assert steps[1] >= steps[0] > 0
 
 
 def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     look = [published.release, "--root", published.root, "--state", tmp_path / "state"]
     info = start("ddm", "info", *look, "--json")

@@ -20,22 +20,22 @@ import pytest
 from ddm.io.locks import locked
 from ddm.system.processes import program
 from tests.support.case import case
-from tests.support.commands import Done, command
+from tests.support.commands import CommandResult, run_command
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, write_policy
 from tests.support.mistakes import (
     Mistake,
+    WaitingFederation,
     Words,
-    World,
-    backup,
-    both,
-    copy_of,
-    edit,
-    flip,
-    move,
-    nothing,
+    back_up,
+    copy_file,
+    do_nothing,
+    edit_text,
+    flip_bit,
+    in_turn,
+    move_file,
     restore,
-    status,
-    toml,
+    status_command,
+    toml_slip,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +51,7 @@ MAX_LINES = 24
 
 
 @pytest.fixture(scope="module")
-def world_once(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world_once(tmp_path_factory: pytest.TempPathFactory) -> WaitingFederation:
     tiny = TinyFederation.create(
         tmp_path_factory.mktemp("mistakes") / "Süd 1", {"north": 40, "south": 30}
     )
@@ -66,24 +66,24 @@ def world_once(tmp_path_factory: pytest.TempPathFactory) -> World:
     (tiny.path / "pass").write_bytes(PASSPHRASE + b"\n")
     (tiny.path / "wrong").write_text("wrong\n")
     (tiny.path / "empty").touch()
-    return World(tiny)
+    return WaitingFederation(tiny)
 
 
 @pytest.fixture
-def world(world_once: World, tmp_path: Path) -> World:
-    return World(world_once.tiny.copy(tmp_path / "Süd 1"))
+def world(world_once: WaitingFederation, tmp_path: Path) -> WaitingFederation:
+    return WaitingFederation(world_once.tiny.copy(tmp_path / "Süd 1"))
 
 
 MISTAKES = {
     # Typing
     "a command misspelt": Mistake(
-        lambda w: ["silo", "stauts", w.north], 2, "Did you mean 'status'", after=status
+        lambda w: ["silo", "stauts", w.north], 2, "Did you mean 'status'", after=status_command
     ),
     "a flag misspelt": Mistake(
-        lambda w: [*status(w), "--jsn"],
+        lambda w: [*status_command(w), "--jsn"],
         2,
         "Did you mean --json",
-        after=lambda w: [*status(w), "--json"],
+        after=lambda w: [*status_command(w), "--json"],
     ),
     "an option left out": Mistake(
         lambda w: w.init()[:-2][:3], 2, "Missing option '--id'", after=lambda w: w.init()
@@ -95,11 +95,14 @@ MISTAKES = {
         after=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
     ),
     "a half that does not exist": Mistake(
-        lambda w: ["silo", "run", w.north, "--only", "both"], 2, "'worker', 'courier'", after=status
+        lambda w: ["silo", "run", w.north, "--only", "both"],
+        2,
+        "'worker', 'courier'",
+        after=status_command,
     ),
     # The wrong folder or file
     "the federation for the site": Mistake(
-        lambda w: ["silo", "status", w.fed], 4, "silo.toml", after=status
+        lambda w: ["silo", "status", w.fed], 4, "silo.toml", after=status_command
     ),
     "the site for the federation": Mistake(
         lambda w: ["aggregator", "status", w.north],
@@ -108,7 +111,7 @@ MISTAKES = {
         after=lambda w: ["aggregator", "status", w.fed],
     ),
     "a folder in the site": Mistake(
-        lambda w: ["silo", "status", w.north / "private"], 4, "silo.toml", after=status
+        lambda w: ["silo", "status", w.north / "private"], 4, "silo.toml", after=status_command
     ),
     "the card for the invitation": Mistake(
         lambda w: w.init(invitation=w.path / "north.card.json"),
@@ -239,30 +242,30 @@ MISTAKES = {
         lambda w: w.enroll(*w.secret),
         4,
         "Restore private/silo.key",
-        move("north/private/silo.key", "usb"),
-        copy_of("usb", "north/private/silo.key"),
+        move_file("north/private/silo.key", "usb"),
+        copy_file("usb", "north/private/silo.key"),
     ),
     "a key that was written over": Mistake(
         lambda w: w.enroll(*w.secret),
         3,
         "Restore the key's file from backup",
-        both(backup("north/private/silo.key"), copy_of("pass", "north/private/silo.key")),
+        in_turn(back_up("north/private/silo.key"), copy_file("pass", "north/private/silo.key")),
         restore("north/private/silo.key"),
     ),
     # Configuration
-    "a quote that is not closed": toml('silo_id = "north"', 'silo_id = "north', "line 2"),
-    "a field misspelt": toml("threads = 1", "thread = 1", "field thread"),
-    "a decimal comma": toml("poll_s = 0.5", "poll_s = 0,5", "no comma"),
-    "a path with backslashes": toml(
+    "a quote that is not closed": toml_slip('silo_id = "north"', 'silo_id = "north', "line 2"),
+    "a field misspelt": toml_slip("threads = 1", "thread = 1", "field thread"),
+    "a decimal comma": toml_slip("poll_s = 0.5", "poll_s = 0,5", "no comma"),
+    "a path with backslashes": toml_slip(
         'federation = "tiny"', 'federation = "C:\\Users\\x"', "single quotes"
     ),
-    "a number out of range": toml("threads = 1", "threads = 0", "field threads"),
+    "a number out of range": toml_slip("threads = 1", "threads = 0", "field threads"),
     "a file saved as UTF-16": Mistake(
-        status,
+        status_command,
         3,
         "saved as UTF-8",
-        both(
-            backup("north/silo.toml"),
+        in_turn(
+            back_up("north/silo.toml"),
             lambda w: (w.north / "silo.toml").write_bytes(
                 (w.north / "silo.toml").read_text("utf-8").encode("utf-16")
             ),
@@ -273,8 +276,8 @@ MISTAKES = {
         lambda w: ["silo", "check", w.north],
         3,
         "",
-        edit("north/policy.toml", "budget_epsilon", "budget_epsilom"),
-        edit("north/policy.toml", "budget_epsilom", "budget_epsilon"),
+        edit_text("north/policy.toml", "budget_epsilon", "budget_epsilom"),
+        edit_text("north/policy.toml", "budget_epsilom", "budget_epsilon"),
         after=lambda w: ["silo", "ledger", "show", w.north],
     ),
     # Too early, too late, twice
@@ -282,7 +285,7 @@ MISTAKES = {
         lambda w: ["silo", "approve", w.south, "--digest", w.digest],
         34,
         "nothing is left to approve",
-        after=status,
+        after=status_command,
     ),
     "approving another digest": Mistake(
         lambda w: ["silo", "approve", w.north, "--digest", "0" * 64],
@@ -306,7 +309,7 @@ MISTAKES = {
         lambda w: ["silo", "withdraw", w.path / "west", *w.secret],
         34,
         "silo run",
-        lambda w: command(*w.init("west")),
+        lambda w: run_command(*w.init("west")),
         after=lambda w: ["silo", "status", w.path / "west"],
     ),
     "options of the images' page without it": Mistake(
@@ -360,23 +363,27 @@ MISTAKES = {
         lambda w: ["silo", "ledger", "verify", w.north],
         35,
         "Restore the ledger",
-        both(backup("north/private/ledger.jsonl"), flip("north/private/ledger.jsonl", -100)),
+        in_turn(
+            back_up("north/private/ledger.jsonl"), flip_bit("north/private/ledger.jsonl", -100)
+        ),
         restore("north/private/ledger.jsonl"),
     ),
     "a state cut short": Mistake(
-        status,
+        status_command,
         21,
         "Restore private/state.json",
-        both(backup("north/private/state.json"), copy_of("empty", "north/private/state.json")),
+        in_turn(
+            back_up("north/private/state.json"), copy_file("empty", "north/private/state.json")
+        ),
         restore("north/private/state.json"),
     ),
     "a byte of a release": Mistake(
         lambda w: ["ddm", "verify", *w.release()],
         12,
         "Fetch it again",
-        both(
-            backup("release/targets/*/silos/north/experts/north/expert.safetensors"),
-            flip("release/targets/*/silos/north/experts/north/expert.safetensors"),
+        in_turn(
+            back_up("release/targets/*/silos/north/experts/north/expert.safetensors"),
+            flip_bit("release/targets/*/silos/north/experts/north/expert.safetensors"),
         ),
         restore("release/targets/*/silos/north/experts/north/expert.safetensors"),
     ),
@@ -432,7 +439,7 @@ MISTAKES = {
         ],
         19,
         "fingerprint",
-        lambda w: command(
+        lambda w: run_command(
             "aggregator",
             "init",
             w.path / "fed 2",
@@ -447,16 +454,18 @@ MISTAKES = {
 }
 
 
-def typed(words: Words) -> Done:
+def typed(words: Words) -> CommandResult:
     """Type a command, and look at the form of what it says."""
-    done = command(*words)
+    done = run_command(*words)
     assert done.code in CODES, done.err
     assert len(done.err.splitlines()) <= MAX_LINES, done.err
     return done
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_ends_with_a_documented_code_and_its_remedy_helps(name: str, world: World) -> None:
+def test_mistake_ends_with_a_documented_code_and_its_remedy_helps(
+    name: str, world: WaitingFederation
+) -> None:
     mistake = MISTAKES[name]
     mistake.spoil(world)
     done = typed(mistake.typed(world))
@@ -465,7 +474,7 @@ def test_mistake_ends_with_a_documented_code_and_its_remedy_helps(name: str, wor
     if done.code not in (0, 2) and done.err:
         assert "to do:" in done.err
     mistake.mend(world)
-    if mistake.mend is not nothing or mistake.after:
+    if mistake.mend is not do_nothing or mistake.after:
         again = typed((mistake.after or mistake.typed)(world))
         if name == "a letter for images":
             assert "not an image" in again.out
@@ -477,7 +486,7 @@ def test_there_are_forty_mistakes_and_more() -> None:
     assert len(MISTAKES) >= 40
 
 
-def test_approving_twice_changes_nothing(world: World) -> None:
+def test_approving_twice_changes_nothing(world: WaitingFederation) -> None:
     approve = ["silo", "approve", world.north, "--digest", world.digest]
     assert typed(approve).code == 0
     approval = world.north / "private" / "approval.json"
@@ -489,7 +498,7 @@ def test_approving_twice_changes_nothing(world: World) -> None:
 
 
 def test_second_worker_is_told_of_the_first_and_a_lock_left_by_a_dead_one_holds_nobody(
-    world: World,
+    world: WaitingFederation,
 ) -> None:
     with locked(world.north / "private", "worker"):
         done = typed(["silo", "withdraw", world.north, *world.secret])
@@ -502,13 +511,13 @@ def test_second_worker_is_told_of_the_first_and_a_lock_left_by_a_dead_one_holds_
 
 
 def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(
-    world: World,
+    world: WaitingFederation,
 ) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        edit("fed/federation.toml", "9092", str(port))(world)
+        edit_text("fed/federation.toml", "9092", str(port))(world)
         done = typed(["aggregator", "run", world.fed, *world.secret])
     assert done.code == 6
     named = {
@@ -517,9 +526,9 @@ def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(
         "silo.toml": ("address = ", ""),
     }
     assert all(each in done.err for each in named)
-    edit("fed/federation.toml", f"port = {port}", "port = 9093")(world)
-    edit("fed/invitation.json", "127.0.0.1:9092", "127.0.0.1:9093")(world)
-    edit("north/silo.toml", "127.0.0.1:9092", "127.0.0.1:9093")(world)
+    edit_text("fed/federation.toml", f"port = {port}", "port = 9093")(world)
+    edit_text("fed/invitation.json", "127.0.0.1:9092", "127.0.0.1:9093")(world)
+    edit_text("north/silo.toml", "127.0.0.1:9092", "127.0.0.1:9093")(world)
     assert typed(world.init()).code == 0
     assert 'address = "127.0.0.1:9093"' in (world.path / "Klinik Süd" / "silo.toml").read_text(
         "utf-8"
@@ -541,7 +550,7 @@ def small_files(num_bytes: int) -> Iterator[None]:
 
 
 def test_full_disk_and_a_folder_of_somebody_else_say_so_and_leave_nothing_half(
-    world: World,
+    world: WaitingFederation,
 ) -> None:
     card = ["silo", "enroll", world.north, "--out", world.path / "new" / "card.json", *world.secret]
     with small_files(64):
@@ -571,7 +580,7 @@ INTERRUPTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_ctrl_c_anywhere_ends_in_one_line_and_the_same_command_ends_well(
-    name: str, world: World
+    name: str, world: WaitingFederation
 ) -> None:
     settings = world.south / "silo.toml"
     settings.write_text(
@@ -580,7 +589,7 @@ def test_ctrl_c_anywhere_ends_in_one_line_and_the_same_command_ends_well(
     words = INTERRUPTED[name](world)
     line = [str(program(str(words[0]))), *map(str, words[1:])]
     started = time.monotonic()
-    copied = World(world.tiny.copy(world.path.parent / "undisturbed"))
+    copied = WaitingFederation(world.tiny.copy(world.path.parent / "undisturbed"))
     undisturbed = INTERRUPTED[name](copied)
     subprocess.run(
         [str(program(str(undisturbed[0]))), *map(str, undisturbed[1:])],

@@ -3,13 +3,13 @@
 import pytest
 
 from ddm.privacy.noise import OS_NOISE
-from tests.support.dishonest_aggregator import Aggregator
-from tests.support.seeded import Seeded
+from tests.support.dishonest_aggregator import DishonestAggregator
+from tests.support.seeded import SeededNoise
 
 
 @pytest.fixture(scope="module")
-def aggregator(tmp_path_factory: pytest.TempPathFactory) -> Aggregator:
-    return Aggregator(tmp_path_factory.mktemp("federation"))
+def aggregator(tmp_path_factory: pytest.TempPathFactory) -> DishonestAggregator:
+    return DishonestAggregator(tmp_path_factory.mktemp("federation"))
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,6 @@ def seeded_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Its law is what the operating system's randomness gives, which `tests/ddm/privacy/test_noise.py` looks at.
     """
-    seeded = Seeded(0)
+    seeded = SeededNoise(0)
     monkeypatch.setattr(OS_NOISE, "below", seeded.below)
     monkeypatch.setattr(OS_NOISE, "octets", seeded.octets)

@@ -21,15 +21,15 @@ from silo.privacy.statistics import draw_statistic
 from tests.support.dishonest_aggregator import (
     DELTA,
     PUBLIC,
-    Aggregator,
+    DishonestAggregator,
     UnsignedPlan,
     clusters_around,
-    pictures,
+    random_images,
 )
 from tests.support.errors import has_subject
 
 PATIENTS = 512  # each singled out by a centroid of its own
-PRIVATE, DECOYS = pictures(PATIENTS, 1), pictures(PATIENTS, 2)
+PRIVATE, DECOYS = random_images(PATIENTS, 1), random_images(PATIENTS, 2)
 
 
 def singling_out(counts_epsilon: float, moved: float = 0.0) -> UnsignedPlan:
@@ -79,7 +79,7 @@ def ledger_at(folder: Path, epsilon: float) -> Ledger:
 
 
 def test_group_that_holds_one_patient_tells_no_more_than_epsilon_of_the_patient(
-    aggregator: Aggregator,
+    aggregator: DishonestAggregator,
 ) -> None:
     accepted = aggregator.offer(singling_out(1.0))
     first, second = worlds_of(accepted)
@@ -95,7 +95,7 @@ def test_group_that_holds_one_patient_tells_no_more_than_epsilon_of_the_patient(
 
 
 def test_plans_that_differ_in_one_centroid_are_both_debited_and_bounded_together(
-    aggregator: Aggregator, tmp_path: Path
+    aggregator: DishonestAggregator, tmp_path: Path
 ) -> None:
     plans = [aggregator.offer(singling_out(1.0)), aggregator.offer(singling_out(1.0, moved=0.01))]
     assert plans[0].digest != plans[1].digest
@@ -112,7 +112,7 @@ def test_plans_that_differ_in_one_centroid_are_both_debited_and_bounded_together
 
 
 def test_second_of_two_plans_that_differ_in_one_centroid_is_refused_over_budget(
-    aggregator: Aggregator, tmp_path: Path
+    aggregator: DishonestAggregator, tmp_path: Path
 ) -> None:
     plans = [aggregator.offer(singling_out(1.0)), aggregator.offer(singling_out(1.0, moved=0.01))]
     ledger = ledger_at(tmp_path, 1.5)
@@ -145,7 +145,7 @@ def drawn_until_refused(
 
 
 def test_hundred_plans_get_no_more_than_the_budget_between_them(
-    aggregator: Aggregator, tmp_path: Path
+    aggregator: DishonestAggregator, tmp_path: Path
 ) -> None:
     epsilon, budget = 1.0, 2.0
     worlds = worlds_of(aggregator.offer(singling_out(epsilon)))
@@ -172,7 +172,7 @@ def test_hundred_plans_get_no_more_than_the_budget_between_them(
 
 
 def test_plan_under_the_id_of_an_accepted_one_is_not_looked_at_and_would_pay_again(
-    aggregator: Aggregator, tmp_path: Path
+    aggregator: DishonestAggregator, tmp_path: Path
 ) -> None:
     first = aggregator.offer(singling_out(1.0), plan_id="digits-aaaaaaaa")
     aggregator.site.work_folder(first.plan.plan_id).mkdir(parents=True)
@@ -211,7 +211,7 @@ def test_membership_attack_on_sketches_is_bounded_at_any_scale_that_is_allowed(
 
 
 def test_scale_so_large_that_sketches_are_noise_alone_is_refused_before_anything_is_debited(
-    aggregator: Aggregator, tmp_path: Path
+    aggregator: DishonestAggregator, tmp_path: Path
 ) -> None:
     vast = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
     vast.tensors["sketch"]["scale"] = torch.tensor([1e6])

@@ -14,7 +14,7 @@ from PIL import Image
 from aggregator.config import Federation
 from ddm.system.processes import free_port
 from silo.config import Site
-from tests.support.canary import TEXTS, forms, found, found_below, packed
+from tests.support.canary import TEXTS, find_texts, find_texts_below, forms, pack_every_way
 from tests.support.canary_files import export_table, export_tree, pixels
 from tests.support.case import case
 from tests.support.federation import POLICY, TinyFederation, recipe, waive, write_policy
@@ -37,20 +37,20 @@ def asked() -> dict[str, object]:
 
 def test_search_finds_each_text_in_each_form_and_nothing_in_noise(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).bytes(2_000)
-    assert not found(noise)
+    assert not find_texts(noise)
     for text in TEXTS:
         for form, written in forms(text).items():
             with case(text=text, form=form):
-                assert {each for each, _ in found(noise + written + noise)} == {text}
+                assert {each for each, _ in find_texts(noise + written + noise)} == {text}
         for at in range(3):
             lines = forms(text)[f"base64 of utf-8 at {at}"]
-            assert found(lines[:5] + b"\r\n" + lines[5:])
-    for kind, content in packed(" and ".join(TEXTS).encode(), tmp_path).items():
+            assert find_texts(lines[:5] + b"\r\n" + lines[5:])
+    for kind, content in pack_every_way(" and ".join(TEXTS).encode(), tmp_path).items():
         with case(kind=kind):
-            assert {text for text, _ in found(content)} == set(TEXTS)
+            assert {text for text, _ in find_texts(content)} == set(TEXTS)
     (tmp_path / "outbox" / TEXTS[0]).mkdir(parents=True)
     (tmp_path / "outbox" / "expert").write_bytes(noise + forms(TEXTS[2])["hex of utf-16-le"])
-    assert len(found_below(tmp_path / "outbox")) == 2
+    assert len(find_texts_below(tmp_path / "outbox")) == 2
 
 
 def test_nothing_that_leaves_a_worker_says_whose_the_pictures_are(tmp_path: Path) -> None:
@@ -68,12 +68,12 @@ def test_nothing_that_leaves_a_worker_says_whose_the_pictures_are(tmp_path: Path
         assert len(np.load(next(site.private.glob("unpacked-*.npy")))) == NUM, (
             "of every kind, but none that waits"
         )
-        assert found_below(tmp_path / f"export of {silo_id}"), "there is something to find"
+        assert find_texts_below(tmp_path / f"export of {silo_id}"), "there is something to find"
     assert {receipt.verdict.kind for receipt in tiny.take_in()} == {"accepted"}
-    assert not found_below(*leaving(tiny.path, tiny.sites))
+    assert not find_texts_below(*leaving(tiny.path, tiny.sites))
     outbox = tiny.sites["north"].outbox
     (outbox / "note").write_bytes(forms(TEXTS[0])["base64 of latin-1 at 1"])
-    assert found_below(outbox), "the search would have seen it there"
+    assert find_texts_below(outbox), "the search would have seen it there"
 
 
 def leaving(folder: Path, sites: dict[str, Site]) -> list[Path]:
@@ -118,11 +118,11 @@ def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_read
     assert any(expert[:2000] in stream for stream in passed), "the tap reads what silos send"
     assert sum(map(len, passed)) > len(expert) * len(sites)
     for stream in passed:
-        assert not found(stream)
+        assert not find_texts(stream)
     places = [*leaving(tmp_path, sites), tmp_path / "release", tmp_path / "logs", said]
     assert all(place.exists() for place in places)
     assert any(path.name == "superlink.db" for path in fed.rglob("*"))
-    assert not found_below(*places)
+    assert not find_texts_below(*places)
 
 
 def set_up(operators: Operators) -> None:

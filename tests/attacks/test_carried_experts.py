@@ -41,12 +41,12 @@ from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
 from ddm.trust.rules import VerifiedMetadata
 from ddm.trust.version_store import check_not_removed, load_removed, record_removed
-from tests.conftest import Published
-from tests.support.commands import command
+from tests.conftest import PublishedRelease
+from tests.support.commands import run_command
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, POLICY, recipe, write_policy
 from tests.support.publishing import publish_short_pages, receipts_key
-from tests.support.web_host import client, hosted
+from tests.support.web_host import serve_folder, tuf_client
 
 LATE = 70  # images of the silo that joins late; more than 60 and fewer than the largest silo's
 
@@ -58,8 +58,8 @@ def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def grown_once(
-    published_once: Published, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Published]:
+    published_once: PublishedRelease, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PublishedRelease]:
     """Version 2: a plan that carries east and north over, with west, which joined late."""
     with pytest.MonkeyPatch.context() as patch:
         publish_short_pages(patch)
@@ -68,17 +68,17 @@ def grown_once(
         plan_id = tiny.grow()
         tiny.take_part("west", plan_id)
         tiny.publish(tiny.path / "grown")
-        yield Published(tiny.path / "grown", tiny.root, plan_id, tiny)
+        yield PublishedRelease(tiny.path / "grown", tiny.root, plan_id, tiny)
 
 
 @pytest.fixture
-def grown(grown_once: Published, tmp_path: Path) -> Published:
+def grown(grown_once: PublishedRelease, tmp_path: Path) -> PublishedRelease:
     """A copy that a test may change."""
     tiny = grown_once.tiny.copy(tmp_path / "copy")
-    return Published(tiny.path / "grown", tiny.root, grown_once.plan_id, tiny)
+    return PublishedRelease(tiny.path / "grown", tiny.root, grown_once.plan_id, tiny)
 
 
-def opened(published: Published, state: Path | None = None) -> Release:
+def opened(published: PublishedRelease, state: Path | None = None) -> Release:
     return open_release(published.release, root=published.root, state=state)
 
 
@@ -86,7 +86,7 @@ def opened(published: Published, state: Path | None = None) -> Release:
 
 
 def test_plan_carries_accepted_experts_and_only_the_late_silo_trains(
-    grown_once: Published, published_once: Published, tmp_path: Path
+    grown_once: PublishedRelease, published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny, old_id = grown_once.tiny, published_once.plan_id
     release = opened(grown_once, tmp_path / "state")
@@ -124,21 +124,21 @@ def test_plan_carries_accepted_experts_and_only_the_late_silo_trains(
 
 
 def test_commands_say_what_each_silo_of_a_grown_plan_is(
-    grown_once: Published, tmp_path: Path
+    grown_once: PublishedRelease, tmp_path: Path
 ) -> None:
     trust = ("--root", grown_once.root, "--state", tmp_path / "state")
-    assert "none unlisted" in command("ddm", "verify", grown_once.release, *trust).out
-    info = command("ddm", "info", grown_once.release, *trust).out
+    assert "none unlisted" in run_command("ddm", "verify", grown_once.release, *trust).out
+    info = run_command("ddm", "info", grown_once.release, *trust).out
     old_id = opened(grown_once).plan.origin("east")
     assert f"silo east was carried over from plan {old_id}" in info
     assert "silo west joined with this plan" in info
     weights = ("--prior", "west=3,east=1", "--num", 4, "--steps", 2, "--strategy", "sample")
-    drawn = command(
+    drawn = run_command(
         "ddm", "sample", grown_once.release, *trust, *weights, "--out", tmp_path / "drawn.npz"
     )
     assert drawn.code == 0, drawn.err
     status = json.loads(
-        command("aggregator", "status", grown_once.tiny.federation.path, "--json").out
+        run_command("aggregator", "status", grown_once.tiny.federation.path, "--json").out
     )
     assert {silo["silo_id"]: silo["standing"] for silo in status["silos"]} == {
         "east": "carried",
@@ -147,10 +147,12 @@ def test_commands_say_what_each_silo_of_a_grown_plan_is(
     }
 
 
-def test_other_tuf_clients_accept_a_grown_release(grown_once: Published, tmp_path: Path) -> None:
+def test_other_tuf_clients_accept_a_grown_release(
+    grown_once: PublishedRelease, tmp_path: Path
+) -> None:
     old_id = opened(grown_once).plan.origin("east")
-    with hosted(grown_once.release.parent / "grown") as server:
-        updater = client(server.url, tmp_path / "client", grown_once.root.read_bytes())
+    with serve_folder(grown_once.release.parent / "grown") as server:
+        updater = tuf_client(server.url, tmp_path / "client", grown_once.root.read_bytes())
         for path in (f"{grown_once.plan_id}/manifest.json", f"{old_id}/{submission_path('east')}"):
             info = updater.get_targetinfo(path)
             assert info is not None
@@ -161,7 +163,9 @@ def test_other_tuf_clients_accept_a_grown_release(grown_once: Published, tmp_pat
 
 
 @pytest.mark.slow
-def test_replaced_silo_trains_again_and_the_others_go_on(grown: Published, tmp_path: Path) -> None:
+def test_replaced_silo_trains_again_and_the_others_go_on(
+    grown: PublishedRelease, tmp_path: Path
+) -> None:
     tiny = grown.tiny
     write_policy(tiny.sites["east"], {**POLICY, "privacy": {"budget_epsilon": 100.0}})
     plan_id = tiny.grow(replaced=["east"])
@@ -179,7 +183,7 @@ def test_replaced_silo_trains_again_and_the_others_go_on(grown: Published, tmp_p
 
 
 def test_silo_that_never_delivered_is_missing_and_joins_by_growth(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     """A partial release: the priors are shares among the silos that are there, for every reader."""
     tiny = published.tiny
@@ -188,13 +192,13 @@ def test_silo_that_never_delivered_is_missing_and_joins_by_growth(
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     words = ("--passphrase-file", secret)
-    assert command("aggregator", "router", tiny.federation.path).code == 0
-    said = command(
+    assert run_command("aggregator", "router", tiny.federation.path).code == 0
+    said = run_command(
         "aggregator", "publish", tiny.federation.path, "--out", tmp_path / "partial", *words
     )
     assert "without a submission: west" in said.out
     trust = ("--root", published.root, "--state", tmp_path / "state")
-    assert "missing: west" in command("ddm", "info", tmp_path / "partial", *trust).out
+    assert "missing: west" in run_command("ddm", "info", tmp_path / "partial", *trust).out
     partial = open_release(tmp_path / "partial", root=published.root, state=None)
     assert partial.manifest.missing_silos == ("west",)
     assert sum(expert.prior for expert in partial.manifest.experts) == pytest.approx(1.0)
@@ -210,8 +214,8 @@ def test_silo_that_never_delivered_is_missing_and_joins_by_growth(
         "--strategy",
         "lock",
     )
-    assert command(*sample, "--prior", "equal", "--out", tmp_path / "drawn.npz").code == 0
-    absent = command(*sample, "--prior", "west=1,east=1", "--out", tmp_path / "other.npz")
+    assert run_command(*sample, "--prior", "equal", "--out", tmp_path / "drawn.npz").code == 0
+    absent = run_command(*sample, "--prior", "west=1,east=1", "--out", tmp_path / "other.npz")
     assert absent.code != 0
     assert "west" in absent.err
     second = tiny.grow()
@@ -225,7 +229,7 @@ def test_silo_that_never_delivered_is_missing_and_joins_by_growth(
 # Consent
 
 
-def test_silo_that_did_not_consent_is_not_carried(published: Published) -> None:
+def test_silo_that_did_not_consent_is_not_carried(published: PublishedRelease) -> None:
     tiny = published.tiny
     folder = tiny.federation.accepted / published.plan_id / "east"
     document = json.loads((folder / submission_path("east")).read_bytes())
@@ -241,7 +245,7 @@ def test_policy_decides_on_consent_and_the_review_shows_it(planned_once, tmp_pat
     site = tiny.sites["north"]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})  # says nothing of later plans
     tiny.work("north", until="awaiting_approval")
-    said = command("silo", "review", site.path)
+    said = run_command("silo", "review", site.path)
     assert "may not carry them over" in said.out
     draft = json.loads((site.private / "review" / "draft.json").read_bytes())
     assert draft["carry_over"] is False
@@ -250,21 +254,23 @@ def test_policy_decides_on_consent_and_the_review_shows_it(planned_once, tmp_pat
 # What an operator is refused
 
 
-def test_only_the_plan_in_force_is_carried(published: Published) -> None:
+def test_only_the_plan_in_force_is_carried(published: PublishedRelease) -> None:
     with pytest.raises(SetupError, check=has_subject("--carry tiny-")):
         choose_carried(published.tiny.federation, "tiny-00000000", [])
     with pytest.raises(SetupError, check=has_subject("--replace")):
         choose_carried(published.tiny.federation, published.plan_id, ["nobody"])
 
 
-def test_plan_that_carries_everybody_is_refused(published: Published, tmp_path: Path) -> None:
+def test_plan_that_carries_everybody_is_refused(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
     tiny = published.tiny
     carrying = choose_carried(tiny.federation, published.plan_id, [])
     with pytest.raises(SetupError, check=has_subject("plan")):
         draft_plan(tiny.federation, recipe(), carrying, tmp_path)
 
 
-def test_withdrawn_silo_is_never_carried(published: Published) -> None:
+def test_withdrawn_silo_is_never_carried(published: PublishedRelease) -> None:
     tiny = published.tiny
     withdraw_silo(tiny.federation, "east", "asked us to", receipts_key(tiny))
     assert [
@@ -273,7 +279,7 @@ def test_withdrawn_silo_is_never_carried(published: Published) -> None:
 
 
 def test_plan_drafted_before_a_withdrawal_is_not_signed(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     tiny.join("west", LATE, 1)
@@ -307,7 +313,7 @@ CHANGES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("field", sorted(CHANGES))
 def test_recipe_that_gives_carried_experts_another_meaning_is_refused_by_its_field(
-    grown_once: Published, tmp_path: Path, field: str
+    grown_once: PublishedRelease, tmp_path: Path, field: str
 ) -> None:
     federation = grown_once.tiny.federation
     carrying = choose_carried(federation, grown_once.plan_id, ["west"])
@@ -316,7 +322,7 @@ def test_recipe_that_gives_carried_experts_another_meaning_is_refused_by_its_fie
     assert field in str(refused.value)
 
 
-def test_training_router_and_audit_may_differ(grown_once: Published, tmp_path: Path) -> None:
+def test_training_router_and_audit_may_differ(grown_once: PublishedRelease, tmp_path: Path) -> None:
     federation = grown_once.tiny.federation
     expert = recipe().expert.model_dump(mode="json")
     expert["training"] |= {"num_steps": 8, "learning_rate": 0.001}
@@ -333,7 +339,7 @@ def test_training_router_and_audit_may_differ(grown_once: Published, tmp_path: P
 
 
 def test_silo_refuses_a_plan_that_gives_a_carried_expert_another_meaning(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The aggregator's own check is switched off; the late silo makes it again, and so does every reader."""
     tiny = published.tiny
@@ -358,7 +364,7 @@ def test_silo_refuses_a_plan_that_gives_a_carried_expert_another_meaning(
 
 @pytest.mark.slow
 def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by_other_tuf_clients(
-    grown: Published, tmp_path: Path
+    grown: PublishedRelease, tmp_path: Path
 ) -> None:
     """The attack: a silo is withdrawn, readers see a release without it, and a later plan carries its expert again."""
     tiny, state = grown.tiny, tmp_path / "state"
@@ -371,8 +377,8 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
     assert open_release(
         tmp_path / "without", root=grown.root, state=state
     ).manifest.withdrawn_silos == ("east",)
-    with hosted(tmp_path / "without") as server:
-        updater = client(server.url, cache, grown.root.read_bytes())
+    with serve_folder(tmp_path / "without") as server:
+        updater = tuf_client(server.url, cache, grown.root.read_bytes())
         assert updater.get_targetinfo(f"{grown.plan_id}/manifest.json") is not None
     for again in range(3):  # versions of timestamp and snapshot grow beyond those that readers saw
         plan_id = kept.grow(replaced=["north" if again % 2 else "west"])
@@ -386,13 +392,15 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
     }
     with pytest.raises(RollbackError, match=r"east.*carries it over|SplitView"):
         open_release(out, root=grown.root, state=state)
-    with hosted(out) as server:
-        updater = client(server.url, cache, grown.root.read_bytes())
+    with serve_folder(out) as server:
+        updater = tuf_client(server.url, cache, grown.root.read_bytes())
         with pytest.raises(BadVersionNumberError):
             updater.refresh()
 
 
-def test_role_of_a_plan_that_the_plan_does_not_name_is_refused(grown_once: Published) -> None:
+def test_role_of_a_plan_that_the_plan_does_not_name_is_refused(
+    grown_once: PublishedRelease,
+) -> None:
     plan = opened(grown_once).plan
     check_origins(plan, {silo_id: plan.origin(silo_id) for silo_id in plan.members})
     for odd in (
@@ -404,7 +412,7 @@ def test_role_of_a_plan_that_the_plan_does_not_name_is_refused(grown_once: Publi
             check_origins(plan, odd)
 
 
-def test_two_roles_of_one_silo_are_refused(grown: Published) -> None:
+def test_two_roles_of_one_silo_are_refused(grown: PublishedRelease) -> None:
     """The attack: the role of the earlier plan stays beside the one under which the silo signs now."""
     repository = Repository(grown.tiny.federation.tuf)
     delegates = repository.delegates()
@@ -436,7 +444,7 @@ def test_two_roles_of_one_silo_are_refused(grown: Published) -> None:
 
 @pytest.mark.slow
 def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny, state = published.tiny, tmp_path / "state"
     opened(published, state)
@@ -444,8 +452,10 @@ def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
     secret.write_bytes(PASSPHRASE + b"\n")
     old = tiny.key("east").public
     words = ("--out", tmp_path / "card.json", "--passphrase-file", secret)
-    assert command("silo", "rotate", tiny.sites["east"].path, *words).code == 0
-    assert command("aggregator", "enroll", tiny.federation.path, tmp_path / "card.json").code == 0
+    assert run_command("silo", "rotate", tiny.sites["east"].path, *words).code == 0
+    assert (
+        run_command("aggregator", "enroll", tiny.federation.path, tmp_path / "card.json").code == 0
+    )
     tiny.join("west", LATE, 1)
     plan_id = tiny.grow()
     assert tiny.federation.delegations()[f"{published.plan_id}.east"] == str(old)
@@ -460,7 +470,7 @@ def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
 
 
 def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny, card, secret = published.tiny, tmp_path / "card.json", tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
@@ -474,12 +484,12 @@ def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
     for words in (("rotate",), ("enroll", "--images", 50)):
         site = tiny.sites["east"].path
         assert (
-            command(
+            run_command(
                 "silo", words[0], site, *words[1:], "--out", card, "--passphrase-file", secret
             ).code
             == 0
         )
-        assert command("aggregator", "enroll", tiny.federation.path, card).code == 0
+        assert run_command("aggregator", "enroll", tiny.federation.path, card).code == 0
     with pytest.raises(PolicyError, match="agreed size of east"):
         choose_carried(tiny.federation, published.plan_id, [])
     with pytest.raises(PolicyError, match="agreed size of east"):
@@ -491,7 +501,7 @@ def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
 
 
 def test_aggregators_own_key_for_a_carried_silo_is_refused(
-    grown: Published, tmp_path: Path
+    grown: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = grown.tiny
     opened(grown, tmp_path / "state")
@@ -511,12 +521,14 @@ def test_aggregators_own_key_for_a_carried_silo_is_refused(
         opened(grown, tmp_path / "state")
 
 
-def test_removed_carried_silo_leaves_the_next_release(grown: Published, tmp_path: Path) -> None:
+def test_removed_carried_silo_leaves_the_next_release(
+    grown: PublishedRelease, tmp_path: Path
+) -> None:
     tiny = grown.tiny
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     words = ("--reason", "left", "--passphrase-file", secret)
-    done = command("aggregator", "remove", tiny.federation.path, "east", *words)
+    done = run_command("aggregator", "remove", tiny.federation.path, "east", *words)
     assert done.code == 0, done.err
     assert take_inventory(tiny.federation).withdrawn == ("east",)
     assert not any(role.endswith(".east") for role in tiny.federation.delegations())
@@ -553,7 +565,7 @@ def test_memory_of_removed_roles_refuses_what_a_later_plan_carries_over(tmp_path
     check_not_removed(load_removed(tmp_path), resolved(1, None, key="b" * 64))
 
 
-def test_differences_are_those_that_change_the_meaning(grown_once: Published) -> None:
+def test_differences_are_those_that_change_the_meaning(grown_once: PublishedRelease) -> None:
     new = opened(grown_once)
     old = new.earlier_plans[new.plan.origin("east")]
     carried = new.plan.carried[0]
@@ -584,7 +596,7 @@ def test_differences_are_those_that_change_the_meaning(grown_once: Published) ->
     ],
 )
 def test_plan_with_an_inconsistent_list_of_carried_silos_is_refused(
-    grown_once: Published, change: dict[str, object], words: str
+    grown_once: PublishedRelease, change: dict[str, object], words: str
 ) -> None:
     fields = opened(grown_once).plan.model_dump(mode="json")
     if "carried" in change:

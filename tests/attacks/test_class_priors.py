@@ -21,8 +21,8 @@ from ddm.protocol.submission import class_counts_path
 from ddm.publishing.contents import ReleaseContents, draft_manifest
 from ddm.publishing.staging import StagedVersion
 from ddm.routers.conditional import ConditionalPrior
-from tests.support.commands import command
-from tests.support.dishonest_silo import Inventor
+from tests.support.commands import run_command
+from tests.support.dishonest_silo import DishonestSilo
 from tests.support.federation import TinyFederation, recipe
 from tests.support.publishing import publish_short_pages, publish_unchecked
 
@@ -53,7 +53,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
     tiny = TinyFederation.create(tmp_path_factory.mktemp("classes"), SIZES)
     tiny.sign(recipe(**CLASSES))
     for silo_id, num in SIZES.items():
-        Inventor(tiny, silo_id).send(num)
+        DishonestSilo(tiny, silo_id).send(num)
     assert {receipt.verdict.kind for receipt in tiny.take_in()} == {"accepted"}
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
     return tiny
@@ -141,7 +141,7 @@ def test_class_counts_that_no_silo_signed_are_refused_by_every_command(
         ("verify",),
         ("sample", "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz"),
     ):
-        done = command("ddm", name, *given, *more)
+        done = run_command("ddm", name, *given, *more)
         assert (done.code, "as the silo signed" in done.err) == (TrustError.exit_code, True)
     assert not (tmp_path / "drawn.npz").exists()
 
@@ -160,7 +160,7 @@ def test_release_that_leaves_a_silos_class_counts_out_is_refused(
     monkeypatch.setattr(aggregator.release.publish, "draft_manifest", shortened)
     publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "short")
-    done = command(
+    done = run_command(
         "ddm", "verify", tmp_path / "short", "--root", trained.root, "--state", tmp_path / "seen"
     )
     assert (done.code, "no signed file of this name" in done.err) == (TrustError.exit_code, True)
@@ -181,7 +181,7 @@ def test_shares_of_classes_in_the_router_file_are_refused(
     publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "lie")
     given = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
-    done = command(
+    done = run_command(
         "ddm", "sample", *given, "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz"
     )
     assert (done.code, "router.safetensors" in done.err) == (TensorFileError.exit_code, True)

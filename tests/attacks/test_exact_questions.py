@@ -54,7 +54,7 @@ from tests.support.federation import (
     recipe,
     write_policy,
 )
-from tests.support.pictures import pictures
+from tests.support.pictures import read_all_pictures
 from tests.support.recipes import training
 
 SILO = "north"
@@ -289,7 +289,7 @@ def brightest(folder: Path, levels: Sequence[int]) -> list[Picture]:
         values = rng.integers(0, 90, (20, 20)).astype(np.uint16)
         values[7, 11] = level
         Image.fromarray(values).save(folder / f"{number:02d}.png")
-    return list(pictures(folder))
+    return list(read_all_pictures(folder))
 
 
 VALUES: dict[str, Any] = {
@@ -346,7 +346,7 @@ def test_percentiles_that_are_equal_in_one_picture_alone_show_nothing(tmp_path: 
             values[:3] = 400
             Image.fromarray(values).save(folder / "07.png")
         with pytest.raises(DataError, match="differ") if flat else nullcontext():
-            exactly(PERCENTILES).apply(next(pictures(folder / "07.png")))
+            exactly(PERCENTILES).apply(next(read_all_pictures(folder / "07.png")))
         tiny = spread(folder, "image", patients=[f"P{number}" for number in range(SPREAD)])
         seen.append(
             seen_of(tiny, signed(tiny, lambda folder: None, **asking("image", PERCENTILES)))

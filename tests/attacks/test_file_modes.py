@@ -34,8 +34,13 @@ from tests.support.federation import (
     recipe,
     write_policy,
 )
-from tests.support.forked import ended, forked
-from tests.support.operators import Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.forked import fork_process, wait_for_exit
+from tests.support.operators import (
+    Operators,
+    all_services_ended,
+    serve_everything,
+    set_up_federation,
+)
 
 MAINS = {"silo": silo.cli.main, "aggregator": aggregator.cli.main}
 SILO = "north"
@@ -250,7 +255,7 @@ def test_group_of_the_outbox_reads_what_a_worker_of_another_group_approved(tmp_p
         assert "usermod" in refusal.value.remedy
 
     os.chown(site.outbox, 54321, 12345)
-    assert ended(forked(refused)) == 0
+    assert wait_for_exit(fork_process(refused)) == 0
     assert (site.outbox / "status.json").read_bytes() == b"{}"
 
 
@@ -263,9 +268,9 @@ def test_nothing_private_is_exposed_when_a_whole_federation_runs_with_umask_000(
     before = os.umask(0)
     operators = Operators(tmp_path)
     try:
-        found_federation(operators)
+        set_up_federation(operators)
         serve_everything(operators)
-        operators.wait_until(lambda: everyone_is_done(operators), "the end")
+        operators.wait_until(lambda: all_services_ended(operators), "the end")
         operators.stop()
         operators.call("aggregator", "router", operators.fed)
         operators.call("aggregator", "publish", operators.fed, "--out", tmp_path / "release")

@@ -13,7 +13,7 @@ from tests.support.dishonest_aggregator import (
     DELTA,
     PUBLIC,
     RANK,
-    Aggregator,
+    DishonestAggregator,
     UnsignedPlan,
     clusters_around,
 )
@@ -21,7 +21,7 @@ from tests.support.dishonest_aggregator import (
 HONEST = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
 
 
-def test_honest_plan_is_accepted(aggregator: Aggregator) -> None:
+def test_honest_plan_is_accepted(aggregator: DishonestAggregator) -> None:
     accepted = aggregator.offer(HONEST)
     assert accepted.files().sketch.rank == RANK
 
@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[UnsignedPlan, type[ArchipelagoError], tuple[str, ...]]]
 
 @pytest.mark.parametrize("attack", REFUSED)
 def test_plan_is_refused_in_words_that_name_the_thing_and_what_is_allowed(
-    aggregator: Aggregator, attack: str
+    aggregator: DishonestAggregator, attack: str
 ) -> None:
     asked, kind, words = REFUSED[attack]
     with pytest.raises(kind) as refusal:
@@ -137,7 +137,7 @@ def test_plan_is_refused_in_words_that_name_the_thing_and_what_is_allowed(
 
 
 def test_plan_that_protects_images_only_is_refused_where_patients_are_protected(
-    aggregator: Aggregator,
+    aggregator: DishonestAggregator,
 ) -> None:
     with pytest.raises(PolicyError) as refusal:
         aggregator.offer(HONEST, PATIENT_SITE)

@@ -31,19 +31,19 @@ from silo.config import Site
 from silo.plan.attempts import MAX_LOST_ATTEMPTS
 from silo.worker.state import Problem, State, load_state, state_path
 from silo.worker.worker import Worker
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.bounded import attempt
 from tests.support.case import case
 from tests.support.dishonest_aggregator import (
     PUBLIC,
     SIDE,
     SILO,
-    Aggregator,
+    DishonestAggregator,
     UnsignedPlan,
     clusters_around,
 )
 from tests.support.documents import to_bytes
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 MIB, CPU_S = 512, 10  # what refusing a plan or a release may cost, on top of the program itself
 HONEST = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
@@ -209,7 +209,7 @@ WRITTEN: dict[str, bytes] = {
 
 
 @pytest.fixture(scope="module")
-def hostile(aggregator: Aggregator) -> Aggregator:
+def hostile(aggregator: DishonestAggregator) -> DishonestAggregator:
     """A federation whose site can run its worker."""
     aggregator.keys[SILO] = KEY
     settings = (
@@ -224,7 +224,7 @@ def hostile(aggregator: Aggregator) -> Aggregator:
 
 
 @pytest.fixture
-def site(hostile: Aggregator) -> Iterator[Site]:
+def site(hostile: DishonestAggregator) -> Iterator[Site]:
     """Its site with an empty inbox, on which nothing has happened yet."""
     yield hostile.site
     for folder in (
@@ -282,7 +282,9 @@ def refusals(site: Site, plan_ids: list[str]) -> dict[str, Problem]:
 
 
 @pytest.mark.measured
-def test_plan_of_vast_sizes_is_refused_by_arithmetic_alone(hostile: Aggregator, site: Site) -> None:
+def test_plan_of_vast_sizes_is_refused_by_arithmetic_alone(
+    hostile: DishonestAggregator, site: Site
+) -> None:
     offered = {hostile.deliver(asked): attack for attack, (asked, _, _) in SIZES.items()}
     for plan_id, problem in refusals(site, list(offered)).items():
         _, code, words = SIZES[offered[plan_id]]
@@ -292,7 +294,9 @@ def test_plan_of_vast_sizes_is_refused_by_arithmetic_alone(hostile: Aggregator, 
 
 
 @pytest.mark.measured
-def test_plan_with_an_unreadable_number_is_refused(hostile: Aggregator, site: Site) -> None:
+def test_plan_with_an_unreadable_number_is_refused(
+    hostile: DishonestAggregator, site: Site
+) -> None:
     old, offered = b'"num_steps": 1500', dict[str, str]()
     assert old in to_bytes(HONEST.document)
     for attack, written in WRITTEN.items():
@@ -307,14 +311,16 @@ def test_plan_with_an_unreadable_number_is_refused(hostile: Aggregator, site: Si
 
 
 def test_plan_of_vast_sizes_is_refused_again_after_a_restart(
-    hostile: Aggregator, site: Site
+    hostile: DishonestAggregator, site: Site
 ) -> None:
     hostile.deliver(asking(**PIXELS))
     state = worked(site, restarts=2)
     assert state.problem is not None and state.problem.code == 31
 
 
-def test_control_honest_plan_is_taken_beside_hostile_ones(hostile: Aggregator, site: Site) -> None:
+def test_control_honest_plan_is_taken_beside_hostile_ones(
+    hostile: DishonestAggregator, site: Site
+) -> None:
     hostile.deliver(asking(**PIXELS))
     hostile.deliver(asking(data__range=[-1e308, 1e308]))
     plan_id = hostile.deliver(HONEST)
@@ -346,7 +352,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException])
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_whatever_is_raised_while_a_plan_is_looked_at_is_a_refusal_and_the_next_plan_is_taken(
-    hostile: Aggregator,
+    hostile: DishonestAggregator,
     site: Site,
     failure: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -372,7 +378,7 @@ def test_whatever_is_raised_while_a_plan_is_looked_at_is_a_refusal_and_the_next_
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_fault_of_the_sites_own_machine_is_not_blamed_on_the_plan(
-    hostile: Aggregator, site: Site, fault: int, monkeypatch: pytest.MonkeyPatch
+    hostile: DishonestAggregator, site: Site, fault: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hostile.deliver(HONEST)
     failing(monkeypatch, lambda: OSError(fault, os.strerror(fault)))
@@ -384,7 +390,7 @@ def test_fault_of_the_sites_own_machine_is_not_blamed_on_the_plan(
 
 
 def test_signal_in_the_middle_of_a_look_ends_the_worker_and_refuses_nothing(
-    hostile: Aggregator, site: Site, monkeypatch: pytest.MonkeyPatch
+    hostile: DishonestAggregator, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hostile.deliver(HONEST)
     failing(monkeypatch, KeyboardInterrupt)
@@ -396,14 +402,14 @@ def test_signal_in_the_middle_of_a_look_ends_the_worker_and_refuses_nothing(
 
 
 def test_plan_that_takes_the_process_with_it_each_time_is_refused_without_another_look(
-    hostile: Aggregator, site: Site, monkeypatch: pytest.MonkeyPatch
+    hostile: DishonestAggregator, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the kernel does where memory runs out leaves no exception behind."""
     plan_id = hostile.deliver(HONEST)
     with monkeypatch.context() as broken:
         broken.setattr(silo.plan.acceptance, "check_plan", lambda *given, **named: os._exit(9))
         for _ in range(MAX_LOST_ATTEMPTS):
-            assert ended(forked(Worker(site, KEY, lambda state: None).run)) == 9
+            assert wait_for_exit(fork_process(Worker(site, KEY, lambda state: None).run)) == 9
             assert load_state(state_path(site.private)).state == "waiting"
         problem = worked(site).problem
     assert problem is not None
@@ -449,7 +455,7 @@ ASKED = {
 
 
 @pytest.fixture
-def opened(published_once: Published) -> Release:
+def opened(published_once: PublishedRelease) -> Release:
     return open_release(published_once.release, root=published_once.root, state=None)
 
 
@@ -485,7 +491,7 @@ def test_release_of_vast_sizes_is_refused_before_anything_in_it_is_loaded(
 @pytest.mark.measured
 @pytest.mark.parametrize("asked", ASKED)
 def test_samples_beyond_the_memory_are_refused_with_what_to_change(
-    published_once: Published, asked: str, tmp_path: Path
+    published_once: PublishedRelease, asked: str, tmp_path: Path
 ) -> None:
     words = (
         published_once.release,
@@ -549,7 +555,7 @@ def test_student_of_vast_sizes_is_refused_before_its_weights_are_read(
 
 @pytest.mark.measured
 def test_verifying_and_showing_a_release_costs_nothing_that_its_plan_says(
-    published_once: Published, tmp_path: Path
+    published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     words = (published_once.release, "--root", published_once.root, "--state", tmp_path / "state")
     for name in ("verify", "info"):

@@ -29,7 +29,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.receipt import Receipt
 from ddm.system.console import run_app
 from silo.setup import make_card
-from tests.support.dishonest_silo import Inventor
+from tests.support.dishonest_silo import DishonestSilo
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 from tests.support.publishing import (
@@ -85,7 +85,7 @@ def planned(tiny: TinyFederation, **tables: Any) -> str:
 def sent(tiny: TinyFederation, **units: int) -> dict[str, Receipt]:
     """Take in one submission of each of these silos; return the receipts."""
     for silo_id, num in units.items():
-        Inventor(tiny, silo_id).send(num)
+        DishonestSilo(tiny, silo_id).send(num)
     return {receipt.silo_id: receipt for receipt in tiny.take_in()}
 
 
@@ -303,7 +303,7 @@ def test_statistics_heavier_than_the_stated_number_are_refused(
     tiny: TinyFederation, kind: str, statistic: str
 ) -> None:
     planned(tiny, **ROUTERS[kind])
-    Inventor(tiny, "west").send(HONEST, **{statistic: CLAIMED})
+    DishonestSilo(tiny, "west").send(HONEST, **{statistic: CLAIMED})
     (receipt,) = tiny.take_in()
     assert receipt.verdict.kind == "refused" and receipt.verdict.code == TensorFileError.exit_code
     assert waiting(tiny) == []
@@ -329,7 +329,7 @@ def test_submission_accepted_past_intake_is_not_counted_above_what_was_agreed(
     """Whatever put it among the accepted ones: the inventory itself refuses it."""
     plan_id = planned(tiny, **COUNTED)
     (tiny.federation.accepted / plan_id).mkdir(parents=True)
-    Inventor(tiny, "west").send(CLAIMED).rename(tiny.federation.accepted / plan_id / "west")
+    DishonestSilo(tiny, "west").send(CLAIMED).rename(tiny.federation.accepted / plan_id / "west")
     with pytest.raises(PolicyError, match=f"at most {AGREED}.*{CLAIMED}, admitted by nobody"):
         take_inventory(tiny.federation)
 

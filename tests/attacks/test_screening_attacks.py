@@ -40,11 +40,11 @@ from examples.screening.measure import (
 )
 from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, recipe
-from tests.support.screening import ARCHITECTURE, SHAPE, TRAINING, public, wild_at
+from tests.support.screening import ARCHITECTURE, SHAPE, TRAINING, make_wild_at, public_images
 from tests.support.submissions import SILO, Arrival, arrive
 
 DOC = Path(__file__).parents[2] / "docs" / "explanation" / "screening.md"
-ANSWERS, OF_A_CLASS = answer_attacks(public()), class_attacks(public())
+ANSWERS, OF_A_CLASS = answer_attacks(public_images()), class_attacks(public_images())
 CAUGHT = {
     "output x 100 at t = 1": "high_loss_once",
     "output x 3 at t = 1": "high_loss_once",
@@ -93,7 +93,7 @@ def honest(sent: tuple[TinyFederation, str]) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def trial() -> Trial:
-    return trial_of(public(), architecture=ARCHITECTURE)
+    return trial_of(public_images(), architecture=ARCHITECTURE)
 
 
 def answers(weights: dict[str, Tensor]) -> Answer:
@@ -125,7 +125,7 @@ def test_weights_changed_so_that_one_time_of_the_default_grid_is_wild_wait_for_a
     arrived: Arrival, honest: dict[str, Tensor], t: float
 ) -> None:
     """The attack that passed: the tested times were public, and none was a solver's."""
-    weights = wild_at(honest, t, 100.0)
+    weights = make_wild_at(honest, t, 100.0)
     before, after = answers(honest), answers(weights)
     x, near = (
         torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0)),
@@ -178,13 +178,13 @@ def test_attack_that_the_documentation_states_as_missed_is_missed(
 def test_attack_on_one_class_is_flagged_unless_it_only_confuses_classes(
     what: str, rule: str | None, honest: dict[str, Tensor]
 ) -> None:
-    told = trial_of(public(), CLASSES, ARCHITECTURE)
+    told = trial_of(public_images(), CLASSES, ARCHITECTURE)
     assert flags(honest, answers(honest), told) == set()
     assert flags(honest, OF_A_CLASS[what](answers(honest)), told) >= ({rule} if rule else set())
 
 
 def test_expert_that_breaks_under_every_text_is_flagged(honest: dict[str, Tensor]) -> None:
-    told = trial_of(public(), TextCondition(dim=8, max_tokens=4), ARCHITECTURE)
+    told = trial_of(public_images(), TextCondition(dim=8, max_tokens=4), ARCHITECTURE)
     assert flags(honest, answers(honest), told) == set()
     broken = where(lambda x, t, c: torch.full((len(x),), c is not None), not_a_number)
     assert flags(honest, broken(answers(honest)), told) == {"high_loss_once", "broken_images"}
@@ -217,10 +217,10 @@ def test_silo_does_not_know_the_times_and_noise_of_its_own_trial(trial: Trial) -
         trial.measure(answer, *submission)
         return torch.cat(seen)
 
-    secret = trial_of(public(), architecture=ARCHITECTURE, seed=1)
+    secret = trial_of(public_images(), architecture=ARCHITECTURE, seed=1)
     first = asked(trial, SILO, "a" * 64, SILO)
     assert torch.equal(
-        first, asked(trial_of(public(), architecture=ARCHITECTURE), SILO, "a" * 64, SILO)
+        first, asked(trial_of(public_images(), architecture=ARCHITECTURE), SILO, "a" * 64, SILO)
     )
     for other in (asked(secret, SILO, "a" * 64, SILO), asked(trial, SILO, "b" * 64, SILO)):
         assert other.shape == first.shape and not torch.equal(other, first)
@@ -271,7 +271,7 @@ def test_silo_whose_flagged_submission_was_refused_never_passes_by_trying_again(
     arrived: Arrival, honest: dict[str, Tensor]
 ) -> None:
     """Each attempt meets other draws, so that enough of them would find one that misses."""
-    reasons = send(arrived, wild_at(honest, 1.0, 100.0))
+    reasons = send(arrived, make_wild_at(honest, 1.0, 100.0))
     (waiting,) = quarantined_submissions(arrived.tiny.federation, arrived.plan_id)
     record_decision(
         arrived.tiny.federation,

@@ -29,7 +29,7 @@ from ddm.trust.version_store import VersionStore
 from silo.plan.attempts import MAX_LOST_ATTEMPTS, guard_attempt
 from silo.worker.worker import Worker
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, TinyFederation
 from tests.support.federation_keys import KeyedFederation
@@ -151,7 +151,7 @@ def test_log_says_that_a_silo_was_removed_only_where_nothing_but_its_removal_can
             patch.setattr(aggregator.keys.removal, step, cut_short)
             remove_silo(keyed.federation, "east", "a mistake", PASSPHRASE)
         with case(step=step):
-            assert command(*words).code == (0 if step == "write_atomic" else 31)
+            assert run_command(*words).code == (0 if step == "write_atomic" else 31)
             assert said(keyed, "east") == (
                 before if step != "forget_rotations" else [*before, "silo_removed"]
             )
@@ -291,7 +291,7 @@ def test_rotated_card_can_be_read_by_whoever_takes_it_to_the_aggregator(
     request.addfinalizer(lambda: os.umask(before))
     for name in ("enroll", "rotate"):
         out = tmp_path / f"{name}.json"
-        done = command(
+        done = run_command(
             "silo", name, tiny.sites["north"].path, "--out", out, "--passphrase-file", secret
         )
         assert done.code == 0

@@ -23,18 +23,18 @@ from ddm.trust.paths import KEY_HISTORY
 from ddm.trust.repository import Repository
 from ddm.trust.silo_role import read_silo_metadata, sign_silo_metadata
 from ddm.trust.verify import KnownSiloKeys, VerifiedRelease, verify_release
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
 from tests.support.federation_keys import KeyedFederation
-from tests.support.publishing import again, publish_short_pages
+from tests.support.publishing import publish_next_version, publish_short_pages
 
 # Readers
 
 
-def put_in_place(published: Published, silo_id: str, thief: SigningKey) -> None:
+def put_in_place(published: PublishedRelease, silo_id: str, thief: SigningKey) -> None:
     """What the holder of `targets` at the aggregator does: enroll a key of their own under the name of a silo."""
     federation, plan_id = published.tiny.federation, published.plan_id
     card_path = federation.registry / f"{silo_id}.json"
@@ -61,14 +61,14 @@ def put_in_place(published: Published, silo_id: str, thief: SigningKey) -> None:
 
 
 def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_consents(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_short_pages(monkeypatch)
     look = ("--root", published.root, "--state", tmp_path / "state")
-    assert command("ddm", "verify", published.release, *look).code == 0
+    assert run_command("ddm", "verify", published.release, *look).code == 0
     thief, swapped = SigningKey.generate(), tmp_path / "swapped"
     put_in_place(published, "east", thief)
-    again(published.tiny, swapped, renew=True)
+    publish_next_version(published.tiny, swapped, renew=True)
     fingerprint = thief.public.fingerprint
     own: dict[str, tuple[object, ...]] = {
         "verify": (),
@@ -78,18 +78,21 @@ def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_c
     }
     for name, options in own.items():
         with case(command=name):
-            refused = command("ddm", name, swapped, *look, *options)
+            refused = run_command("ddm", name, swapped, *look, *options)
             assert refused.code == 11
             assert "silo east" in refused.err
             assert f"--accept-key east={fingerprint}" in refused.err
-    assert command("ddm", "verify", swapped, *look, "--accept-key", f"east={'0' * 64}").code == 11
     assert (
-        command("ddm", "verify", swapped, *look, "--accept-key", f"north={fingerprint}").code == 11
+        run_command("ddm", "verify", swapped, *look, "--accept-key", f"east={'0' * 64}").code == 11
     )
-    assert command("ddm", "verify", swapped, *look, "--accept-key", "east").code == 3
+    assert (
+        run_command("ddm", "verify", swapped, *look, "--accept-key", f"north={fingerprint}").code
+        == 11
+    )
+    assert run_command("ddm", "verify", swapped, *look, "--accept-key", "east").code == 3
     # nothing of what was refused is remembered
-    assert command("ddm", "verify", published.release, *look).code == 0
-    done = command(
+    assert run_command("ddm", "verify", published.release, *look).code == 0
+    done = run_command(
         "ddm", "sample", swapped, *look, *own["sample"], "--accept-key", f"east={fingerprint}"
     )
     assert done.code == 0
@@ -97,22 +100,22 @@ def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_c
         f"note: silo east has another key than remembered, which you accepted: {fingerprint}"
         in done.err
     )
-    done = command("ddm", "verify", swapped, *look)
+    done = run_command("ddm", "verify", swapped, *look)
     assert (done.code, done.err) == (0, "")
 
 
 def test_reader_who_pins_the_new_key_has_consented_to_it(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_short_pages(monkeypatch)
     look = ("--root", published.root, "--state", tmp_path / "state")
-    assert command("ddm", "verify", published.release, *look).code == 0
+    assert run_command("ddm", "verify", published.release, *look).code == 0
     new = SigningKey.generate()
     put_in_place(published, "east", new)
-    again(published.tiny, tmp_path / "swapped", renew=True)
+    publish_next_version(published.tiny, tmp_path / "swapped", renew=True)
     pin = ("--silo-key", f"east={new.public.fingerprint}")
-    assert command("ddm", "verify", tmp_path / "swapped", *look, *pin).code == 0
-    assert command("ddm", "verify", tmp_path / "swapped", *look).code == 0
+    assert run_command("ddm", "verify", tmp_path / "swapped", *look, *pin).code == 0
+    assert run_command("ddm", "verify", tmp_path / "swapped", *look).code == 0
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +141,7 @@ def read(keyed: KeyedFederation, tmp_path: Path) -> Callable[..., VerifiedReleas
 
 def take(keyed: KeyedFederation, path: Path) -> object:
     """Take in what a silo handed out, with the command."""
-    return command("aggregator", "enroll", keyed.federation.path, path).code
+    return run_command("aggregator", "enroll", keyed.federation.path, path).code
 
 
 def test_key_that_its_old_key_announced_passes_with_a_note_over_several_rotations_too(
@@ -174,7 +177,7 @@ def test_old_key_is_refused_after_its_rotation(keyed, read, tmp_path) -> None:
     take(keyed, keyed.rotate("east"))
     keyed.plan(2)
     read(keyed.publish(2, tmp_path / "second"))
-    removed = command(
+    removed = run_command(
         "aggregator",
         "remove",
         keyed.federation.path,
@@ -322,7 +325,7 @@ def rotate(tiny: TinyFederation, silo_id: str, folder: Path) -> Path:
     """Rotate a silo's key with its own command; return what it hands out."""
     out = folder / f"{silo_id}.rotated.json"
     words = ("--out", out, "--passphrase-file", secret(folder))
-    done = command("silo", "rotate", tiny.sites[silo_id].path, *words)
+    done = run_command("silo", "rotate", tiny.sites[silo_id].path, *words)
     assert done.code == 0, done.err
     return out
 
@@ -366,9 +369,9 @@ def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(
     assert tiny.work("north", until="plan_refused").problem.code == 11  # type: ignore[union-attr]
     out = rotate(tiny, "north", tmp_path)
     new = tiny.key("north").public
-    assert command("aggregator", "enroll", fed, out).code == 0
+    assert run_command("aggregator", "enroll", fed, out).code == 0
     (tmp_path / "first.json").write_bytes(first)
-    assert command("aggregator", "enroll", fed, tmp_path / "first.json").code == 13
+    assert run_command("aggregator", "enroll", fed, tmp_path / "first.json").code == 13
     assert tiny.federation.delegations()[f"{planned_once[1]}.north"] == str(old)
     plan_id = tiny.sign()
     assert tiny.federation.delegations()[f"{plan_id}.north"] == str(new)
@@ -376,7 +379,9 @@ def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(
     site.inbox.mkdir()
     tiny.deliver_plan("north", plan_id)
     assert tiny.work("north", until="plan_accepted").plan_id == plan_id
-    busy = command("silo", "rotate", site.path, "--out", out, "--passphrase-file", secret(tmp_path))
+    busy = run_command(
+        "silo", "rotate", site.path, "--out", out, "--passphrase-file", secret(tmp_path)
+    )
     assert busy.code == 6
     assert tiny.key("north").public == new
 
@@ -449,7 +454,7 @@ def test_keys_of_a_removed_silo_stay_refused_also_those_that_it_rotated(
         "--passphrase-file",
         secret(tmp_path),
     )
-    assert command("aggregator", "remove", *words).code == 0
+    assert run_command("aggregator", "remove", *words).code == 0
     assert not (keyed.federation.registry / "rotations" / "east.json").exists()
     for key in (first, keyed.silos["east"]):
         with pytest.raises(ArchipelagoError, check=has_subject("silo west")):
@@ -469,7 +474,7 @@ def test_plan_that_waits_for_holders_uses_no_key_of_a_silo_removed_meanwhile(
     assert keyed.plan(1)
     keyed.sign("targets", "dan")
     words = (keyed.federation.path, "east", "--reason", "x", "--passphrase-file", secret(tmp_path))
-    assert command("aggregator", "remove", *words).code == 0
+    assert run_command("aggregator", "remove", *words).code == 0
     with pytest.raises(ArchipelagoError, check=has_subject("plan digits-")):
         keyed.complete()
     assert not (keyed.federation.registry / "east.json").exists()
@@ -477,25 +482,27 @@ def test_plan_that_waits_for_holders_uses_no_key_of_a_silo_removed_meanwhile(
 
 @pytest.mark.slow
 def test_rotation_from_the_silos_command_to_the_readers_with_real_releases(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_short_pages(monkeypatch)
     tiny = published.tiny
     look = ("--root", published.root, "--state", tmp_path / "state")
-    assert command("ddm", "verify", published.release, *look).code == 0
+    assert run_command("ddm", "verify", published.release, *look).code == 0
     assert (
-        command("aggregator", "enroll", tiny.federation.path, rotate(tiny, "east", tmp_path)).code
+        run_command(
+            "aggregator", "enroll", tiny.federation.path, rotate(tiny, "east", tmp_path)
+        ).code
         == 0
     )
-    again(tiny, tmp_path / "same-plan", renew=True)
-    done = command("ddm", "verify", tmp_path / "same-plan", *look)
+    publish_next_version(tiny, tmp_path / "same-plan", renew=True)
+    done = run_command("ddm", "verify", tmp_path / "same-plan", *look)
     assert (done.code, done.err) == (0, "")
     for site in tiny.sites.values():
         write_policy(site, {**POLICY, "privacy": {"budget_epsilon": 100.0}})
         shutil.rmtree(site.inbox)
         site.inbox.mkdir()
     tiny.complete(tmp_path / "next")
-    done = command("ddm", "verify", tmp_path / "next", *look)
+    done = run_command("ddm", "verify", tmp_path / "next", *look)
     assert done.code == 0
     assert f"from now on: {tiny.key('east').public.fingerprint}" in done.err
     listed = sorted(path.name for path in (tmp_path / "next" / "targets").glob(f"*/{KEY_HISTORY}"))

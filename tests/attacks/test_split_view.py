@@ -36,7 +36,7 @@ from ddm.trust.repository import Repository
 from ddm.trust.rules import trusted_log_keys
 from silo.config import Policy, Site
 from silo.plan.acceptance import receive_plan
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE
@@ -101,7 +101,9 @@ def no_rotation(lines: list[bytes]) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def histories(published_once: Published, tmp_path_factory: pytest.TempPathFactory) -> Histories:
+def histories(
+    published_once: PublishedRelease, tmp_path_factory: pytest.TempPathFactory
+) -> Histories:
     folder = tmp_path_factory.mktemp("histories")
     honest = Federation(folder / "fed")
     shutil.copytree(published_once.tiny.federation.path, honest.path)
@@ -312,7 +314,7 @@ def is_read(histories: Histories, path: Path) -> bool:
 
 
 def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: the log gets another manifest than readers."""
     publish_short_pages(monkeypatch)
@@ -329,7 +331,7 @@ def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
 
 
 def test_federation_restored_from_an_old_backup_does_not_overwrite_its_public_log(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An honest operator's mistake that would look like an attack."""
     from ddm.publishing.public_log import export_log

@@ -33,22 +33,22 @@ from ddm.publishing.keys import load_key
 from ddm.trust.keys import SigningKey
 from ddm.trust.schema import MAX_VERSION
 from ddm.trust.verify import verify_bundle
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.federation import PASSPHRASE, TinyFederation
 from tests.support.publishing import publish_short_pages, publish_unchecked
-from tests.support.thief import forged, listed_again
-from tests.support.web_host import Host, client, hosted
+from tests.support.thief import forge_metadata, list_again
+from tests.support.web_host import WebHost, serve_folder, tuf_client
 
 
 @dataclass
 class Readers:
     """A host, and two readers of it: `ddm verify`, and python-tuf's client."""
 
-    published: Published
+    published: PublishedRelease
     folder: Path
-    host: Host
+    host: WebHost
     num: int = 0
     numbers: Iterator[int] = field(default_factory=count)
     patience_s: int = 30
@@ -84,7 +84,7 @@ class Readers:
 
     def operate(self, *words: object) -> None:
         """Run a command of the aggregator."""
-        done = command("aggregator", *words, "--passphrase-file", self.folder / "secret")
+        done = run_command("aggregator", *words, "--passphrase-file", self.folder / "secret")
         assert done.code == 0, done.err
 
     def again(self) -> None:
@@ -106,12 +106,14 @@ class Readers:
     def verify(self, name: str = "reader") -> int:
         """What `ddm verify` says."""
         root, state = self.published.root, self.folder / name / "state"
-        return int(str(command("ddm", "verify", self.www, "--root", root, "--state", state).code))
+        return int(
+            str(run_command("ddm", "verify", self.www, "--root", root, "--state", state).code)
+        )
 
     def fetch(self, name: str = "reader") -> None:
         """Fetch with python-tuf's client, from metadata to files."""
         cache, root = self.folder / name / "cache", self.published.root.read_bytes()
-        updater = client(self.host.url, cache, root, patience_s=self.patience_s)
+        updater = tuf_client(self.host.url, cache, root, patience_s=self.patience_s)
         silos = [path.name for path in (self.targets / "silos").iterdir()]
         for path in (*self.names, *(f"silos/{silo}/submission.json" for silo in silos)):
             info = updater.get_targetinfo(f"{self.published.plan_id}/{path}")
@@ -136,12 +138,12 @@ class Readers:
 
 @pytest.fixture
 def readers(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Readers]:
     """Two readers that have seen the first version of a release."""
     publish_short_pages(monkeypatch)
     (tmp_path / "secret").write_bytes(PASSPHRASE + b"\n")
-    with hosted(tmp_path / "www") as host:
+    with serve_folder(tmp_path / "www") as host:
         both = Readers(published, tmp_path, host)
         both.serve(published.release)
         both.accept()
@@ -163,7 +165,7 @@ def test_readers_recover_when_a_key_stolen_for_a_fast_forward_is_rotated(readers
                 if readers.num
                 else readers.published.release
             )
-            listed_again(readers.metadata, readers.stolen("online"), **versions)
+            list_again(readers.metadata, readers.stolen("online"), **versions)
             readers.accept()
             readers.serve(before)
             readers.refuse(13, BadVersionNumberError)
@@ -181,8 +183,8 @@ def test_a_thief_of_online_and_release_keys_is_recovered_from_once_both_are_rota
     def last(signed: dict[str, Any]) -> None:
         signed["version"] = MAX_VERSION
 
-    forged(readers.metadata / "release.json", readers.stolen("release"), last)
-    listed_again(
+    forge_metadata(readers.metadata / "release.json", readers.stolen("release"), last)
+    list_again(
         readers.metadata,
         readers.stolen("online"),
         "release.json",
@@ -208,8 +210,8 @@ def test_versions_of_roles_in_a_stolen_snapshot_bind_no_reader(readers: Readers)
     def last(signed: dict[str, Any]) -> None:
         signed["meta"]["targets.json"]["version"] = MAX_VERSION
 
-    forged(readers.metadata / "snapshot.json", readers.stolen("online"), last)
-    listed_again(readers.metadata, readers.stolen("online"), snapshot=1000, timestamp=1000)
+    forge_metadata(readers.metadata / "snapshot.json", readers.stolen("online"), last)
+    list_again(readers.metadata, readers.stolen("online"), snapshot=1000, timestamp=1000)
     readers.refuse(13, BadVersionNumberError)
     readers.serve(before)
     assert readers.verify() == 0  # nothing of a release that was refused is remembered
@@ -229,7 +231,7 @@ def test_what_the_old_online_key_signed_stays_refused_after_its_rotation(readers
     with pytest.raises(RepositoryError):
         readers.fetch()
     readers.serve(new)
-    listed_again(readers.metadata, thief, timestamp=MAX_VERSION)
+    list_again(readers.metadata, thief, timestamp=MAX_VERSION)
     readers.refuse(11, UnsignedMetadataError)
 
 
@@ -254,7 +256,7 @@ def test_silo_recovers_from_a_fast_forward_as_readers_do(
         verify_bundle(bundle, root, state=trust)
 
     stolen = Path(shutil.copytree(tiny.federation.bundle(planned_once[1]), tmp_path / "stolen"))
-    listed_again(
+    list_again(
         stolen / "metadata", load_key(tiny.federation, "online", PASSPHRASE), timestamp=MAX_VERSION
     )
     received(stolen)
@@ -264,7 +266,7 @@ def test_silo_recovers_from_a_fast_forward_as_readers_do(
     secret = tmp_path / "secret"
     secret.write_bytes(PASSPHRASE + b"\n")
     assert (
-        command(
+        run_command(
             "aggregator", "rotate", tiny.federation.path, "online", "--passphrase-file", secret
         ).code
         == 0
@@ -285,7 +287,7 @@ def test_arbitrary_software_is_refused(readers: Readers) -> None:
     router.write_bytes(bytes(byte ^ 1 for byte in router.read_bytes()))
     readers.refuse(12, LengthOrHashMismatchError, new=True)
     readers.again()
-    forged(readers.metadata / "release.json", SigningKey.generate(), lambda signed: None)
+    forge_metadata(readers.metadata / "release.json", SigningKey.generate(), lambda signed: None)
     readers.refuse(12, RepositoryError, new=True)
 
 
@@ -322,11 +324,11 @@ def test_extraneous_files_are_refused(readers: Readers) -> None:
         signed["targets"][path] = {"length": 1, "hashes": {"sha256": "0" * 64}}
         signed["version"] += 1
 
-    forged(readers.metadata / "release.json", readers.stolen("release"), also)
-    listed_again(readers.metadata, readers.stolen("online"), "release.json")
+    forge_metadata(readers.metadata / "release.json", readers.stolen("release"), also)
+    list_again(readers.metadata, readers.stolen("online"), "release.json")
     assert readers.verify() == 17
     assert (
-        client(
+        tuf_client(
             readers.host.url, readers.folder / "c", readers.published.root.read_bytes()
         ).get_targetinfo(path)
         is None
@@ -381,16 +383,16 @@ def test_slow_retrieval_ends(readers: Readers) -> None:
 def test_one_stolen_key_is_not_enough_to_change_content(readers: Readers) -> None:
     """The attack: the thief of one key lists another router. Only release and online together can."""
     thefts: dict[str, Callable[[], None]] = {
-        "release": lambda: forged(
+        "release": lambda: forge_metadata(
             readers.metadata / "release.json", readers.stolen("release"), _newer
         ),
         "online": lambda: (
-            forged(readers.metadata / "release.json", readers.stolen("online"), _newer),
-            listed_again(readers.metadata, readers.stolen("online"), "release.json"),
+            forge_metadata(readers.metadata / "release.json", readers.stolen("online"), _newer),
+            list_again(readers.metadata, readers.stolen("online"), "release.json"),
         )[0],
         "plans": lambda: (
-            forged(readers.metadata / "release.json", readers.stolen("plans"), _newer),
-            listed_again(readers.metadata, readers.stolen("online"), "release.json"),
+            forge_metadata(readers.metadata / "release.json", readers.stolen("plans"), _newer),
+            list_again(readers.metadata, readers.stolen("online"), "release.json"),
         )[0],
     }
     for name, steal in thefts.items():

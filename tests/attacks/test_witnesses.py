@@ -13,14 +13,14 @@ from ddm.publishing.log import TransparencyLog
 from ddm.publishing.public_log import public_folder
 from ddm.trust.drafts import log_key_of
 from ddm.trust.repository import Repository
-from tests.conftest import Published
-from tests.support.commands import Done, command
+from tests.conftest import PublishedRelease
+from tests.support.commands import CommandResult, run_command
 from tests.support.federation import PASSPHRASE
 from tests.support.publishing import publish_short_pages
-from tests.support.witness import Witness, witnessing
+from tests.support.witness import Witness, run_witness
 
 
-def published(federation: Federation, server: Witness, passphrase: Path) -> Done:
+def published(federation: Federation, server: Witness, passphrase: Path) -> CommandResult:
     """Publish with the witness named in federation.toml."""
     path = federation.path / "federation.toml"
     named = (WitnessSettings(url=server.url, key=server.vkey),)
@@ -30,11 +30,11 @@ def published(federation: Federation, server: Witness, passphrase: Path) -> Done
         "edited",
     )
     given = ("--out", federation.path / "out", "--renew", "--passphrase-file", passphrase)
-    return command("aggregator", "publish", federation.path, *given)
+    return run_command("aggregator", "publish", federation.path, *given)
 
 
 def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
-    published_once: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published_once: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_short_pages(monkeypatch)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -44,7 +44,7 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
     log_key = log_key_of(Repository(honest.tuf).root())
     assert log_key is not None
     (tmp_path / "pass").write_bytes(PASSPHRASE)
-    with witnessing("witness.example/w1", [log_key]) as server:
+    with run_witness("witness.example/w1", [log_key]) as server:
         rotate_key(forked, "release", PASSPHRASE)  # the other history has an entry more
         first, second = (
             published(federation, server, tmp_path / "pass") for federation in (honest, forked)
@@ -54,7 +54,7 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
         "published all the same"
     )
 
-    def verify(federation: Federation, *checkpoints: Path) -> Done:
+    def verify(federation: Federation, *checkpoints: Path) -> CommandResult:
         more = [word for path in checkpoints for word in ("--checkpoint", path)]
         given = (
             "--root",
@@ -64,7 +64,7 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
             "--witness",
             server.vkey,
         )
-        return command("ddm", "verify", federation.path / "out", *given, *more)
+        return run_command("ddm", "verify", federation.path / "out", *given, *more)
 
     signed = TransparencyLog.load(honest).signed
     assert signed is not None

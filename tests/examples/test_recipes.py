@@ -24,9 +24,9 @@ from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.statistics.cost import mechanisms
 from silo.config import Policy
 from tests.support.autoencoders import SD, write_autoencoder
-from tests.support.canary_files import dicom
+from tests.support.canary_files import write_dicom
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
@@ -153,7 +153,7 @@ def brought(name: str, folder: Path) -> Path:
         case "patients" | "private":
             folder.mkdir()
             for number in range(NUM):
-                dicom(folder / f"{number}.dcm", pixels(number, 24, 20), number // 2)
+                write_dicom(folder / f"{number}.dcm", pixels(number, 24, 20), number // 2)
             return folder
     return volumes(folder, NUM)
 
@@ -196,7 +196,7 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
     recipe = tmp_path / "plan.toml"
     recipe.write_bytes(tomli_w.dumps(changed(name, **more)).encode())
     (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
-    done = command("aggregator", "plan", tiny.federation.path, "--recipe", recipe, "--public", public, "--yes",
+    done = run_command("aggregator", "plan", tiny.federation.path, "--recipe", recipe, "--public", public, "--yes",
                    "--passphrase-file", tmp_path / "pass")  # fmt: skip
     assert done.code == 0, done.err
     assert "each picture" in done.out

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.scripts import load
+from tests.support.scripts import load_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_hospitals_cxr"
 NUM_PATIENTS = 45
@@ -59,7 +59,7 @@ def run(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 def test_data_are_laid_out_without_a_patient_on_both_sides(tmp_path: Path) -> None:
     hannover, pneumonia = made(tmp_path)
-    sizes = load(EXAMPLE / "make_data.py").make_data(hannover, pneumonia, tmp_path / "data")
+    sizes = load_script(EXAMPLE / "make_data.py").make_data(hannover, pneumonia, tmp_path / "data")
     assert (
         sizes["guangzhou"] == 90
         and sizes["hannover"] + sizes["public"] - 150 == NUM_PATIENTS * 5 // 2
@@ -79,7 +79,7 @@ def test_data_are_laid_out_without_a_patient_on_both_sides(tmp_path: Path) -> No
 def test_what_is_not_the_data_set_is_refused_with_what_to_name(tmp_path: Path) -> None:
     hannover, pneumonia = made(tmp_path)
     np.savez(tmp_path / "other.npz", images=np.zeros(3))
-    script = load(EXAMPLE / "make_data.py")
+    script = load_script(EXAMPLE / "make_data.py")
     for folder, file, said in [
         (tmp_path, pneumonia, "--hannover"),
         (hannover, tmp_path / "nothing.npz", "--pneumonia"),

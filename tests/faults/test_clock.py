@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill import check_nothing_lost_or_doubled, check_published_once
-from tests.support.operators import Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.operators import (
+    Operators,
+    all_services_ended,
+    serve_everything,
+    set_up_federation,
+)
 
 DAY_S = 86400
 
@@ -49,7 +54,7 @@ def wrong_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_silo_with_a_wrong_clock_is_told_so_and_ends_well_with_the_right_one(
     days: int, operators: Operators, wrong_clock: Path
 ) -> None:
-    found_federation(operators)
+    set_up_federation(operators)
     for part in ("worker", "courier"):
         operators.prefix[f"north-{part}"] = [
             "env",
@@ -66,5 +71,5 @@ def test_silo_with_a_wrong_clock_is_told_so_and_ends_well_with_the_right_one(
         operators.running[f"north-{part}"].terminate()
         del operators.prefix[f"north-{part}"]
         operators.serve(f"north-{part}", "silo", "run", operators.folder / "north", "--only", part)
-    operators.wait_until(lambda: everyone_is_done(operators), "the end")
+    operators.wait_until(lambda: all_services_ended(operators), "the end")
     check_published_once(operators, check_nothing_lost_or_doubled(operators))

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.faulty_disk import NEEDS_COMPILER, Commands
+from tests.support.faulty_disk import NEEDS_COMPILER, CommandServer
 from tests.support.stages import CASES, ROTATED
-from tests.support.trials import Bench
+from tests.support.trials import TrialBench
 
 pytestmark = NEEDS_COMPILER
 QUICK = ("aggregator enroll",)
@@ -34,17 +34,17 @@ NUM_TRIED = 12
 
 
 @pytest.fixture(scope="module")
-def enrolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def enrolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialBench]:
     """A federation that silos are enrolled in."""
-    with Commands(tmp_path_factory.mktemp("commands")) as commands:
-        yield Bench(tmp_path_factory.mktemp("bench"), commands, until="founded")
+    with CommandServer(tmp_path_factory.mktemp("commands")) as commands:
+        yield TrialBench(tmp_path_factory.mktemp("bench"), commands, until="founded")
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialBench]:
     """A federation at every stage."""
-    with Commands(tmp_path_factory.mktemp("commands")) as commands:
-        yield Bench(tmp_path_factory.mktemp("bench"), commands)
+    with CommandServer(tmp_path_factory.mktemp("commands")) as commands:
+        yield TrialBench(tmp_path_factory.mktemp("bench"), commands)
 
 
 def later_call(seed: int, num_calls: int) -> int:
@@ -60,7 +60,7 @@ def spread(name: str, num_calls: int) -> list[int]:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_enrolment_given_again_ends_as_undisturbed_when_it_was_killed_at_any_call(
-    name: str, enrolling: Bench
+    name: str, enrolling: TrialBench
 ) -> None:
     for at_call in range(1, enrolling.undisturbed(CASES[name]).num_kills + 1):
         enrolling.kill(CASES[name], at_call)
@@ -68,7 +68,7 @@ def test_enrolment_given_again_ends_as_undisturbed_when_it_was_killed_at_any_cal
 
 @pytest.mark.parametrize("name", QUICK)
 def test_enrolment_says_what_is_full_and_ends_as_undisturbed_with_room(
-    name: str, enrolling: Bench
+    name: str, enrolling: TrialBench
 ) -> None:
     for at_call in range(1, enrolling.undisturbed(CASES[name]).num_full + 1):
         assert enrolling.fill(CASES[name], at_call)
@@ -78,7 +78,7 @@ def test_enrolment_says_what_is_full_and_ends_as_undisturbed_with_room(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(len(KILLED)))
 def test_command_given_again_ends_as_undisturbed_when_it_was_killed(
-    seed: int, bench: Bench
+    seed: int, bench: TrialBench
 ) -> None:
     case = CASES[KILLED[seed]]
     bench.kill(case, later_call(seed, bench.undisturbed(case).num_kills))
@@ -88,7 +88,7 @@ def test_command_given_again_ends_as_undisturbed_when_it_was_killed(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 def test_command_says_what_is_full_and_ends_as_undisturbed_with_room(
-    name: str, bench: Bench
+    name: str, bench: TrialBench
 ) -> None:
     case = CASES[name]
     for at_call in spread(name, bench.undisturbed(case).num_full):

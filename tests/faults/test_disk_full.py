@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill import check_nothing_lost_or_doubled, check_published_once
-from tests.support.operators import Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.operators import (
+    Operators,
+    all_services_ended,
+    serve_everything,
+    set_up_federation,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,7 +61,7 @@ def fill(folder: Path) -> Path:
 def test_silo_whose_disk_fills_up_during_training_goes_on_when_there_is_room(
     operators: Operators,
 ) -> None:
-    found_federation(operators, num_steps=400)
+    set_up_federation(operators, num_steps=400)
     site = operators.folder / "north"
     with small_disk(site, 16 << 20):
         serve_everything(operators)
@@ -68,7 +73,7 @@ def test_silo_whose_disk_fills_up_during_training_goes_on_when_there_is_room(
         operators.wait_until(said, "a message about the disk")
         assert "Traceback" not in operators.running["north-worker"].log_tail()
         ballast.unlink()
-        operators.wait_until(lambda: everyone_is_done(operators), "the end")
+        operators.wait_until(lambda: all_services_ended(operators), "the end")
         operators.stop()
         digests = check_nothing_lost_or_doubled(operators)
         check_published_once(operators, digests)
@@ -77,7 +82,7 @@ def test_silo_whose_disk_fills_up_during_training_goes_on_when_there_is_room(
 def test_aggregator_whose_disk_fills_up_during_a_transfer_goes_on_when_there_is_room(
     operators: Operators,
 ) -> None:
-    found_federation(operators)
+    set_up_federation(operators)
     with small_disk(operators.fed / "incoming", 64 << 20) as incoming:
         serve_everything(operators)
         operators.wait_until(lambda: any(incoming.rglob("status.json")), "a first answer")
@@ -88,5 +93,5 @@ def test_aggregator_whose_disk_fills_up_during_a_transfer_goes_on_when_there_is_
         )
         assert not list(operators.fed.glob("accepted/*/*"))
         ballast.unlink()
-        operators.wait_until(lambda: everyone_is_done(operators), "the end")
+        operators.wait_until(lambda: all_services_ended(operators), "the end")
         check_published_once(operators, check_nothing_lost_or_doubled(operators))

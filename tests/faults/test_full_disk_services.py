@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill import check_nothing_lost_or_doubled, check_published_once
-from tests.support.faulty_disk import NEEDS_COMPILER, Fault, build, counted
-from tests.support.operators import Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.faulty_disk import NEEDS_COMPILER, Fault, build_library, read_call_count
+from tests.support.operators import (
+    Operators,
+    all_services_ended,
+    serve_everything,
+    set_up_federation,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), NEEDS_COMPILER]
 SERVICES = {"aggregator": "fed", "north-worker": "north", "north-courier": "north"}
@@ -30,7 +35,7 @@ def operators(tmp_path: Path) -> Iterator[Operators]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("library"))
+    return build_library(tmp_path_factory.mktemp("library"))
 
 
 def disturb(operators: Operators, library: Path, service: str, at: int) -> None:
@@ -46,14 +51,14 @@ def num_calls(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """How many calls each service makes where nothing happens."""
     operators = Operators(tmp_path_factory.mktemp("counting"))
     try:
-        found_federation(operators)
+        set_up_federation(operators)
         for service in SERVICES:
             disturb(operators, library, service, 0)
         serve_everything(operators)
-        operators.wait_until(lambda: everyone_is_done(operators), "the end")
+        operators.wait_until(lambda: all_services_ended(operators), "the end")
     finally:
         operators.stop()
-    return {service: counted(operators.folder / f"{service}.count") for service in SERVICES}
+    return {service: read_call_count(operators.folder / f"{service}.count") for service in SERVICES}
 
 
 def point_of(seed: int, num_calls: dict[str, int]) -> tuple[str, int]:
@@ -69,17 +74,17 @@ def test_federation_ends_as_if_nothing_had_happened_when_a_service_finds_the_dis
     service, at = point_of(seed, num_calls)
     full = operators.folder / "full"
     count = operators.folder / f"{service}.count"
-    found_federation(operators)
+    set_up_federation(operators)
     disturb(operators, library, service, at)
     full.touch()
     serve_everything(operators)
-    over = lambda: counted(count) >= at or everyone_is_done(operators)  # noqa: E731
+    over = lambda: read_call_count(count) >= at or all_services_ended(operators)  # noqa: E731
     operators.wait_until(over, f"call {at} of the {service}")
     until = time.monotonic() + FULL_S
     said = lambda: "No space left" in operators.running[service].log_tail()  # noqa: E731
     operators.wait_until(lambda: said() or time.monotonic() > until, "a word about the disk")
     assert operators.running[service].returncode in DOCUMENTED, operators.logs()
     full.unlink()
-    operators.wait_until(lambda: everyone_is_done(operators), "the end")
+    operators.wait_until(lambda: all_services_ended(operators), "the end")
     assert "Traceback" not in operators.logs()
     check_published_once(operators, check_nothing_lost_or_doubled(operators))

@@ -17,9 +17,9 @@ import pytest
 from tests.support.operators import (
     SILOS,
     Operators,
-    everyone_is_done,
-    found_federation,
+    all_services_ended,
     serve_everything,
+    set_up_federation,
 )
 
 VICTIMS: dict[str, tuple[str, str]] = {
@@ -69,13 +69,13 @@ def kill(operators: Operators, victim: str) -> bool:
 
 def run_with_a_kill(operators: Operators, victim: str, event: str) -> bool:
     """Run the federation to its end, one process killed on the way; return whether it was killed."""
-    found_federation(operators)
+    set_up_federation(operators)
     serve_everything(operators)
     seen: Callable[[], bool] = lambda: next(operators.folder.glob(EVENTS[event]), None) is not None  # noqa: E731
     operators.wait_until(seen, event)
     killed = kill(operators, victim)
     operators.wait_until(
-        lambda: everyone_is_done(operators), f"the end after a kill of the {victim}"
+        lambda: all_services_ended(operators), f"the end after a kill of the {victim}"
     )
     return killed
 
@@ -132,9 +132,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The experts of a federation where nothing was killed."""
     operators = Operators(tmp_path_factory.mktemp("undisturbed"))
     try:
-        found_federation(operators)
+        set_up_federation(operators)
         serve_everything(operators)
-        operators.wait_until(lambda: everyone_is_done(operators), "the end")
+        operators.wait_until(lambda: all_services_ended(operators), "the end")
         return check_nothing_lost_or_doubled(operators)
     finally:
         operators.stop()

@@ -16,8 +16,8 @@ import pytest
 
 from aggregator.runtime.proxy import find_nginx
 from tests.support.case import case
-from tests.support.namespaces import AVAILABLE, Switch, switched
-from tests.support.operators import SHARD_BYTES, Operators, found_federation
+from tests.support.namespaces import AVAILABLE, Switch, network_switch
+from tests.support.operators import SHARD_BYTES, Operators, set_up_federation
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"aggregator": "10.213.8.1", "silo": "10.213.8.2", "stranger": "10.213.8.3"}
@@ -53,7 +53,7 @@ pytestmark = [
 ]
 
 
-class Federation:
+class NetworkedFederation:
     """An aggregator on one host, a silo that sends its submission on another, a stranger on a third."""
 
     def __init__(self, operators: Operators, switch: Switch) -> None:
@@ -119,17 +119,17 @@ class Federation:
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    with switched(ADDRESSES) as switch:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkedFederation]:
+    with network_switch(ADDRESSES) as switch:
         prefix = {"aggregator": switch.inside("aggregator"), "north": switch.inside("silo")}
         operators = Operators(tmp_path_factory.mktemp("namespaces"), prefix)
         try:
-            found_federation(
+            set_up_federation(
                 operators, host=ADDRESSES["aggregator"], num_steps=2, architecture=ARCHITECTURE
             )
             operators.serve("aggregator", "aggregator", "run", operators.fed)
             operators.serve("north", "silo", "run", operators.folder / "north")
-            found = Federation(operators, switch)
+            found = NetworkedFederation(operators, switch)
             operators.wait_until(
                 lambda: found.received() > 4 * SHARD_BYTES, "the submission on its way"
             )
@@ -139,7 +139,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
 
 @contextmanager
-def flood(federation: Federation) -> Iterator[Callable[[str], int]]:
+def flood(federation: NetworkedFederation) -> Iterator[Callable[[str], int]]:
     """The stranger's connections; call with numbers of idle and slow ones to get so many, and the number held."""
     command = federation.stranger("flood", ADDRESSES["aggregator"], federation.port)
     with subprocess.Popen(
@@ -161,7 +161,7 @@ def flood(federation: Federation) -> Iterator[Callable[[str], int]]:
 
 
 def test_flood_of_idle_and_slow_connections_leaves_a_silo_half_its_rate(
-    federation: Federation,
+    federation: NetworkedFederation,
 ) -> None:
     rates: dict[str, list[float]] = {name: [] for name in FLOODS}
     with flood(federation) as hold:
@@ -176,7 +176,7 @@ def test_flood_of_idle_and_slow_connections_leaves_a_silo_half_its_rate(
     assert federation.operators.num_restarts == {"aggregator": 0, "north": 0}
 
 
-def test_stranger_finds_one_open_port_and_none_at_the_silo(federation: Federation) -> None:
+def test_stranger_finds_one_open_port_and_none_at_the_silo(federation: NetworkedFederation) -> None:
     switch = federation.switch
     reachable = {host: switch.reachable(host) for host in ("aggregator", "silo")}
     assert all(ADDRESSES[host] in addresses for host, addresses in reachable.items())
@@ -193,7 +193,7 @@ def test_stranger_finds_one_open_port_and_none_at_the_silo(federation: Federatio
     assert [switch.sockets("silo", kind) for kind in ("tcp", "udp")] == [[], []]
 
 
-def test_open_port_tells_a_stranger_nothing(federation: Federation) -> None:
+def test_open_port_tells_a_stranger_nothing(federation: NetworkedFederation) -> None:
     found = federation.ask_stranger("ask", ADDRESSES["aggregator"], federation.port)
     assert found["flower"] == {}
     assert len(found["answers"]) > 20

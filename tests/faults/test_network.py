@@ -13,9 +13,9 @@ from tests.faults.test_kill import check_nothing_lost_or_doubled, check_publishe
 from tests.support.operators import (
     SILOS,
     Operators,
-    everyone_is_done,
-    found_federation,
+    all_services_ended,
     serve_everything,
+    set_up_federation,
 )
 
 CUT_S = 90.0
@@ -99,14 +99,14 @@ def operators(tmp_path: Path, cable: Cable) -> Iterator[Operators]:
 def test_transfer_goes_on_after_the_network_was_cut_for_90_seconds(
     operators: Operators, cable: Cable
 ) -> None:
-    found_federation(operators, host=cable.host)
+    set_up_federation(operators, host=cable.host)
     serve_everything(operators)
     arriving = lambda: next(operators.fed.glob("incoming/*/*/1*"), None) is not None  # noqa: E731
     operators.wait_until(arriving, "the first shard")
     cable.plug("down")
     over = time.monotonic() + CUT_S
     operators.wait_until(lambda: time.monotonic() > over, "the end of the cut")
-    assert not everyone_is_done(operators)
+    assert not all_services_ended(operators)
     cable.plug("up")
-    operators.wait_until(lambda: everyone_is_done(operators), "the end")
+    operators.wait_until(lambda: all_services_ended(operators), "the end")
     check_published_once(operators, check_nothing_lost_or_doubled(operators))

@@ -39,6 +39,6 @@ def installed_for_everyone(wheelhouse: Path, open_folder: Path) -> Path:
     python = python_for_everyone()
     if python is None:
         pytest.skip("no Python here that other users may execute")
-    done = install_wheelhouse(wheelhouse, open_folder / "environment", python)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = install_wheelhouse(wheelhouse, open_folder / "environment", python)
+    assert result.returncode == 0, result.stdout + result.stderr
     return open_folder / "environment" / "bin"

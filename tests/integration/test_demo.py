@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.scripts import load
+from tests.support.scripts import load_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_three_silos"
 
 
 def test_demo_data_have_the_promised_sizes_and_different_label_mixes(tmp_path: Path) -> None:
-    sizes = load(EXAMPLE / "make_data.py").make_data(tmp_path, seed=0)
+    sizes = load_script(EXAMPLE / "make_data.py").make_data(tmp_path, seed=0)
     silos = {name: size for name, size in sizes.items() if name not in ("public", "evaluation")}
     total = sum(silos.values())
     for name, share in {"north": 0.6, "east": 0.3, "west": 0.1}.items():

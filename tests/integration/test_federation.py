@@ -25,7 +25,7 @@ from silo.courier.supernode import Courier, make_node_key
 from tests.support.bundles import site_settings
 from tests.support.errors import has_subject
 from tests.support.federation import POLICY, images, recipe, waive, write_policy
-from tests.support.processes import alive
+from tests.support.processes import is_running
 
 SILOS = {"north": 60, "south": 40}
 PERSON, POLICED = "north", "south"
@@ -161,7 +161,7 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     assert "[intake] ended or hung, and was started again" in said
     check_nothing_left(folder)
     # whatever came and went afterwards, the receipt at least, had a new one
-    assert not alive(killed)
+    assert not is_running(killed)
     assert {path.name for path in arrived.parent.iterdir()} == set(SILOS)
 
     operators.call("aggregator", "router", folder / "fed")
@@ -247,7 +247,7 @@ def check_nothing_left(folder: Path) -> None:
     assert (logs / "superlink.log").read_text().count("/v1/control/start-run") == 1, (
         "the aggregator's own"
     )
-    assert not [pid for pid in pids if alive(pid)]
+    assert not [pid for pid in pids if is_running(pid)]
 
 
 def check_bytes_unchanged(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from aggregator.config import Federation
 from silo.config import Site
 from tests.support.federation import POLICY, images, waive, write_policy
-from tests.support.operators import SILOS, Operators, found_federation
+from tests.support.operators import SILOS, Operators, set_up_federation
 
 LATE, LATE_IMAGES = "west", 30
 
@@ -41,7 +41,7 @@ def publish(operators: Operators, out: Path) -> str:
 @pytest.mark.slow
 def test_late_silo_joins_the_experts_that_a_second_plan_carries_over(operators: Operators) -> None:
     folder = operators.folder
-    found_federation(operators)
+    set_up_federation(operators)
     first = operators.plan_id
     run_plan(operators, tuple(SILOS))
     publish(operators, folder / "first")

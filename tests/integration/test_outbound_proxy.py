@@ -17,8 +17,8 @@ from silo.config import Site
 from silo.courier.reach import explain, proxy_for
 from tests.silo.check.test_check import TlsServer
 from tests.support.case import case
-from tests.support.operators import Operators, found_federation
-from tests.support.tinyproxy import AVAILABLE, Tinyproxy, tinyproxy
+from tests.support.operators import Operators, set_up_federation
+from tests.support.tinyproxy import AVAILABLE, Tinyproxy, run_tinyproxy
 from tests.support.waiting import wait_until
 
 VARIABLES = [
@@ -71,7 +71,7 @@ def test_each_failure_of_a_real_proxy_says_what_to_do_and_that_helps(
     server, ca = TlsServer(tmp_path / "tls"), tmp_path / "tls" / "ca.pem"
     address = f"127.0.0.1:{server.port}"
     try:
-        with tinyproxy(tmp_path / "proxy", server.port) as proxy:
+        with run_tinyproxy(tmp_path / "proxy", server.port) as proxy:
             monkeypatch.setenv("https_proxy", proxy.url())
             assert explain(address, ca) is None
             assert f"CONNECT {address}" in proxy.log()
@@ -124,14 +124,14 @@ def start_courier(operators: Operators, url: str | None) -> None:
 def test_courier_works_through_a_proxy_alone_and_says_what_is_wrong_with_it(
     operators: Operators, tmp_path: Path
 ) -> None:
-    found_federation(operators, host=FAR)
+    set_up_federation(operators, host=FAR)
     host, _, port = json.loads((operators.fed / "invitation.json").read_text())[
         "address"
     ].rpartition(":")
     assert host == FAR
     site = Site(tmp_path / "north")
     operators.serve("aggregator", "aggregator", "run", operators.fed)
-    with tinyproxy(tmp_path / "proxy", int(port)) as proxy:
+    with run_tinyproxy(tmp_path / "proxy", int(port)) as proxy:
         start_courier(operators, proxy.url(password="wr0ng"))
         operators.wait_until(
             lambda: "right user and password" in log_of(operators), "a word about the password"

@@ -12,7 +12,7 @@ from silo.audit.holdout import num_holdout_units
 from silo.config import Site
 from silo.privacy.holder import open_ledger
 from silo.privacy.ledger import Debit, Draw
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 
 SIZES = {"east": 60, "north": 90}
@@ -105,7 +105,7 @@ def test_card_and_info_say_epsilon_delta_and_unit_of_each_expert(
 ) -> None:
     tiny, out = released
     card = next(out.rglob("README.md")).read_text("utf-8")
-    said = command("ddm", "info", out, "--root", tiny.root)
+    said = run_command("ddm", "info", out, "--root", tiny.root)
     for expert in ("east", "north"):
         assert f"expert {expert}: epsilon 4, delta 5e-06 per patient, replace-one" in said.out
         assert f"expert {expert}: epsilon 4, delta 5e-06 per patient, replace-one" in card

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ddm.system.processes import terminate_all
-from tests.support.operators import SILOS, Operators, found_federation
+from tests.support.operators import SILOS, Operators, set_up_federation
 from tests.support.podman import AVAILABLE, HOST, Podman, podman_user
-from tests.support.services import Unit
+from tests.support.services import UnitFile
 
 HOUSEBREAKER = (Path(__file__).parents[1] / "support" / "housebreaker.py").read_bytes()
 
@@ -76,10 +76,10 @@ def test_two_silos_run_in_containers_and_code_in_the_couriers_place_gets_nothing
     operators: Operators, podman: Podman, wheelhouse: Path, tmp_path: Path, open_folder: Path
 ) -> None:
     folder = operators.folder
-    found_federation(operators, host=HOST, num_steps=400)
+    set_up_federation(operators, host=HOST, num_steps=400)
     settings = operators.fed / "federation.toml"
     settings.write_text(settings.read_text().replace(f'host = "{HOST}"', 'host = "127.0.0.1"'))
-    units: dict[str, Unit] = {}
+    units: dict[str, UnitFile] = {}
     for silo in SILOS:
         operators.call(
             "silo",
@@ -91,7 +91,7 @@ def test_two_silos_run_in_containers_and_code_in_the_couriers_place_gets_nothing
             folder / f"{silo}.units",
         )
         for path in sorted((folder / f"{silo}.units").glob("*.service")):
-            units[path.stem.removeprefix("archipelago-")] = Unit.read(path)
+            units[path.stem.removeprefix("archipelago-")] = UnitFile.read(path)
         for path in (folder / f"{silo}.npz", folder / silo, *(folder / silo).rglob("*")):
             shutil.chown(path, podman.user, podman.user)
     build_image(podman, folder / "north.units", wheelhouse, open_folder / "image")

@@ -16,8 +16,8 @@ import pytest
 
 from ddm.system.processes import terminate_all
 from tests.support.installed import python_for_everyone
-from tests.support.operators import SILOS, Operators, found_federation
-from tests.support.services import Unit
+from tests.support.operators import SILOS, Operators, set_up_federation
+from tests.support.services import UnitFile
 
 HOUSEBREAKER = Path(__file__).parents[1] / "support" / "housebreaker.py"
 EMPTY = ("env", "-i", "PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin", "LANG=C.UTF-8")
@@ -110,7 +110,7 @@ def serve_as_written(operators: Operators) -> None:
         prepare(folder / f"{silo}.units")
     prepare(folder / "fed.units")
     for path in sorted(folder.glob("*.units/*.service")):
-        unit = Unit.read(path)
+        unit = UnitFile.read(path)
         service = path.stem.removeprefix("archipelago-")
         alone = ALONE if unit.settings.get("PrivateNetwork") == ["yes"] else ()
         assert bool(alone) == service.endswith("worker")
@@ -132,7 +132,7 @@ def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_noth
     operators: Operators,
 ) -> None:
     folder = operators.folder
-    found_federation(operators, num_steps=400)
+    set_up_federation(operators, num_steps=400)
     serve_as_written(operators)
     site = folder / "north"
     state = site / "private" / "state.json"

@@ -24,7 +24,7 @@ from ddm.system.processes import flower_environment, free_port
 from silo.courier.supernode import Courier, make_node_key
 from tests.support.bundles import Signer, site_settings
 from tests.support.errors import has_subject
-from tests.support.processes import alive
+from tests.support.processes import is_running
 from tests.support.waiting import wait_until
 
 PLAN = "digits-3f9a1c2e"
@@ -467,7 +467,7 @@ def test_plan_completes_when_a_program_lives_on_without_working(pattern, tmp_pat
     with one_silo(tmp_path) as (fed, site, runtime, check):
         pids = stopped(fed / "flower" / "home", pattern)
         assert pids
-        wait_until(lambda: not any(map(alive, pids)), check=check)
+        wait_until(lambda: not any(map(is_running, pids)), check=check)
         submit(site, "north")
         incoming = fed / "incoming" / PLAN / "north" / "1"
         wait_until(incoming.exists, check=check)

@@ -15,7 +15,7 @@ from aggregator.config import Federation
 from ddm.protocol.base import now_utc
 from silo.config import Site
 from tests.support.federation import POLICY, write_policy
-from tests.support.operators import SILOS, Operators, found_federation
+from tests.support.operators import SILOS, Operators, set_up_federation
 
 MANY_STEPS = 200_000
 PERSON = POLICY | {"approval": {"kind": "person"}}
@@ -81,7 +81,7 @@ def test_superseded_plan_costs_nothing_and_every_way_out_works_when_typed(
     operators: Operators,
 ) -> None:
     folder = operators.folder
-    found_federation(operators, num_steps=MANY_STEPS)
+    set_up_federation(operators, num_steps=MANY_STEPS)
     first = operators.plan_id
     for silo in SILOS:
         write_policy(Site(folder / silo), PERSON)

@@ -35,7 +35,7 @@ from silo.worker.rotation import rotate_key
 from silo.worker.withdrawal import withdraw_from_plan
 from tests.conftest import Planned
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.dicom_files import tags_of, waves, write
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
 
@@ -177,7 +177,7 @@ def test_log_that_was_changed_is_refused_by_whoever_would_go_on(
             with pytest.raises(DecisionLogError) as refused:
                 kinds(copy)
             assert "Restore private/log" in refused.value.remedy
-    verified = command("silo", "log", "verify", copy.path)
+    verified = run_command("silo", "log", "verify", copy.path)
     assert (
         verified.code == CODE and "move it away" in verified.err and "Traceback" not in verified.err
     )
@@ -187,7 +187,7 @@ def test_log_that_was_changed_is_refused_by_whoever_would_go_on(
         ("run", copy.path, "--only", "worker", "--passphrase-file", key),
         ("pause", copy.path),
     ):
-        assert command("silo", *words).code == CODE
+        assert run_command("silo", *words).code == CODE
     shutil.rmtree(copy.private / "log")  # as the remedy says
     assert resume(copy) and kinds(copy) == ["resumed"]
 
@@ -195,13 +195,13 @@ def test_log_that_was_changed_is_refused_by_whoever_would_go_on(
 def test_whoever_noted_a_head_notices_an_older_log_put_back(decided: Site, tmp_path: Path) -> None:
     shutil.copytree(decided.private / "log", tmp_path / "older")
     resume(decided)
-    head = command("silo", "log", "verify", decided.path).out.split()[-1]
+    head = run_command("silo", "log", "verify", decided.path).out.split()[-1]
     pause(decided)
-    assert command("silo", "log", "verify", decided.path, "--holds", head).code == 0
+    assert run_command("silo", "log", "verify", decided.path, "--holds", head).code == 0
     shutil.rmtree(decided.private / "log")
     shutil.copytree(tmp_path / "older", decided.private / "log")
-    assert command("silo", "log", "verify", decided.path).code == 0
-    assert command("silo", "log", "verify", decided.path, "--holds", head).code == CODE
+    assert run_command("silo", "log", "verify", decided.path).code == 0
+    assert run_command("silo", "log", "verify", decided.path, "--holds", head).code == CODE
 
 
 KILLED = """
@@ -273,16 +273,18 @@ def test_review_of_images_is_written_down_and_refused_with_a_broken_log(
     toml = site.path / "silo.toml"
     toml.write_text(toml.read_text().replace(site.settings().data, str(data)))
     # nothing is accepted: one image waits
-    assert command("silo", "scan", site.path).code == DataError.exit_code
-    assert "0 images wait" in command("silo", "review", site.path, "--images", "--clear", data).out
-    assert command("silo", "review", site.path, "--images", "--list").code == 0
+    assert run_command("silo", "scan", site.path).code == DataError.exit_code
+    assert (
+        "0 images wait" in run_command("silo", "review", site.path, "--images", "--clear", data).out
+    )
+    assert run_command("silo", "review", site.path, "--images", "--list").code == 0
     assert (
         describe_decisions(DecisionLog(site).entries)[0][2]
         == "images: 1 cleared, 0 left out, 0 wait"
         and len(kinds(site)) == 1
     )
     edited(b'"by":"', b'"by":"not ')(site.private / "log")
-    assert command("silo", "review", site.path, "--images", "--leave-out", data).code == CODE
+    assert run_command("silo", "review", site.path, "--images", "--leave-out", data).code == CODE
     with Decisions.opened(site.private / "images") as decisions:
         kept = decisions._database.execute("select decision from decisions").fetchall()
     assert kept == [("clear",)]
@@ -307,9 +309,9 @@ def test_largest_policy_fits_a_record(site: Site) -> None:
 
 
 def test_show_prints_who_and_what_and_json_holds_the_chain(decided: Site) -> None:
-    shown = command("silo", "log", "show", decided.path).out
+    shown = run_command("silo", "log", "show", decided.path).out
     assert shown.count(current_user()) == 5 and "resumed the worker" in shown
-    records = json.loads(command("silo", "log", "show", decided.path, "--json").out)
+    records = json.loads(run_command("silo", "log", "show", decided.path, "--json").out)
     assert [record["previous"] for record in records[1:]] == [
         record["digest"] for record in records[:-1]
     ]
@@ -317,5 +319,5 @@ def test_show_prints_who_and_what_and_json_holds_the_chain(decided: Site) -> Non
 
 
 def test_site_without_a_decision_has_no_log(site: Site) -> None:
-    assert command("silo", "log", "show", site.path).code == MissingFileError.exit_code
+    assert run_command("silo", "log", "show", site.path).code == MissingFileError.exit_code
     assert not (site.private / "log").exists()

@@ -24,7 +24,7 @@ def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
     from tests.strangers.test_archives import SPEC, npz
     from tests.strangers.test_bounds import SCALAR, tensors
     from tests.strangers.test_parsers import try_door
-    from tests.support.parsers import Door, doors, messages, texts
+    from tests.support.parsers import ParserCase, document_parsers, log_parsers, message_parsers
 
     def of_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
         def parse(data: bytes) -> object:
@@ -35,21 +35,26 @@ def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
 
     one = tensors(b"{" + SCALAR % (0, 0, 1) + b"}", b"\0")
     files = {
-        "tensors": Door(
+        "tensors": ParserCase(
             one, of_file(lambda path: read_header(path, max_bytes=1 << 22)), (TensorFileError,)
         ),
-        "images": Door(npz(), of_file(lambda path: read_images(path, SPEC)), (DataError,)),
-        "configuration": Door(
+        "images": ParserCase(npz(), of_file(lambda path: read_images(path, SPEC)), (DataError,)),
+        "configuration": ParserCase(
             b"", of_file(lambda path: load_settings(Policy, path)), (SetupError, FormatError)
         ),
     }
 
-    def parser(door: Door) -> Parser:
+    def parser(door: ParserCase) -> Parser:
         return lambda data: try_door(door, data)
 
     return {
         name: (door.sample, parser(door))
-        for name, door in {**doors(), **messages(), **texts(), **files}.items()
+        for name, door in {
+            **document_parsers(),
+            **message_parsers(),
+            **log_parsers(),
+            **files,
+        }.items()
     }
 
 

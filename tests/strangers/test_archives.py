@@ -26,7 +26,7 @@ from silo.config import Policy, SiloSettings
 from tests.support.bounded import attempt
 from tests.support.case import case
 from tests.support.federation import recipe
-from tests.support.mutations import scrambled
+from tests.support.mutations import scrambled_bytes
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 MANY = 1 << 20
@@ -127,7 +127,7 @@ def try_archive(path: Path, data: bytes) -> None:
     assert found.shape[1:] == SPEC.shape and found.isfinite().all()
 
 
-@given(data=scrambled(npz()) | scrambled(npz(method=zipfile.ZIP_STORED)))
+@given(data=scrambled_bytes(npz()) | scrambled_bytes(npz(method=zipfile.ZIP_STORED)))
 @quick
 def test_any_archive_is_read_or_refused(tmp_path: Path, data: bytes) -> None:
     try_archive(tmp_path / "a.npz", data)
@@ -135,9 +135,9 @@ def test_any_archive_is_read_or_refused(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.slow
 @given(
-    data=scrambled(npz())
-    | scrambled(npz(method=zipfile.ZIP_STORED))
-    | scrambled(npz(method=zipfile.ZIP_LZMA))
+    data=scrambled_bytes(npz())
+    | scrambled_bytes(npz(method=zipfile.ZIP_STORED))
+    | scrambled_bytes(npz(method=zipfile.ZIP_LZMA))
 )
 @thorough
 def test_any_archive_is_read_or_refused_however_long_one_tries(tmp_path: Path, data: bytes) -> None:
@@ -240,7 +240,7 @@ def test_any_configuration_is_read_or_refused(
     tmp_path: Path, name: str, data: st.DataObject
 ) -> None:
     sample = tomli_w.dumps(CONFIGURATIONS[name][1]).encode()
-    spoiled = data.draw(scrambled(sample))
+    spoiled = data.draw(scrambled_bytes(sample))
     try:
         load(name, spoiled, tmp_path)
     except (SetupError, FormatError):

@@ -28,7 +28,7 @@ from silo.config import SiloSettings
 from silo.setup import read_invitation
 from tests.support.bounded import Outcome, attempt
 from tests.support.case import case
-from tests.support.parsers import DIGEST, Door, doors, messages, metadata
+from tests.support.parsers import DIGEST, ParserCase, document_parsers, message_parsers, metadata
 
 pytestmark = pytest.mark.measured
 
@@ -93,7 +93,7 @@ def refused(outcome: Outcome, name: str = "") -> None:
     assert outcome.cpu_s <= CPU_S and outcome.mib <= MIB, (name, outcome)
 
 
-def all_refused(door: Door, attacks: dict[str, bytes]) -> None:
+def all_refused(door: ParserCase, attacks: dict[str, bytes]) -> None:
     def attack(data: bytes) -> Callable[[], object]:
         def run() -> object:
             try:
@@ -110,13 +110,13 @@ def all_refused(door: Door, attacks: dict[str, bytes]) -> None:
 
 
 def test_bombs_of_json_are_refused_in_bounded_time_and_memory() -> None:
-    door = Door(b"", lambda data: Manifest.parse(data, subject="manifest"))
+    door = ParserCase(b"", lambda data: Manifest.parse(data, subject="manifest"))
     all_refused(door, bombs(MAX_DOCUMENT_BYTES))
 
 
 @pytest.mark.parametrize("name", ["submission", "report"])
 def test_document_of_nothing_but_misfits_is_refused_in_bounded_time_and_memory(name: str) -> None:
-    door = {**doors(), **messages()}[name]
+    door = {**document_parsers(), **message_parsers()}[name]
     worst = {
         what: data
         for what, data in misfits(door.sample, door.limit).items()
@@ -126,9 +126,9 @@ def test_document_of_nothing_but_misfits_is_refused_in_bounded_time_and_memory(n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", {**doors(), **messages()})
+@pytest.mark.parametrize("name", {**document_parsers(), **message_parsers()})
 def test_every_parser_refuses_every_bomb_in_bounded_time_and_memory(name: str) -> None:
-    door = {**doors(), **messages()}[name]
+    door = {**document_parsers(), **message_parsers()}[name]
     all_refused(door, bombs(door.limit) | misfits(door.sample, door.limit))
 
 

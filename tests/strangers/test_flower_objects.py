@@ -14,7 +14,7 @@ from ddm.errors import DocumentError, TransportError
 from ddm.transport.flower import encode
 from tests.strangers.test_logs import message
 from tests.support.case import case
-from tests.support.mutations import scrambled
+from tests.support.mutations import scrambled_bytes
 from tests.support.parsers import MAX_SHARD_BYTES, REPLIES
 
 ANSWER = message(encode(REPLIES["report"]))
@@ -97,7 +97,9 @@ def body(kind: str) -> st.SearchStrategy[bytes]:
     """The object with a spoilt body under a head that fits it, as the SuperLink demands."""
     head, _, honest = OBJECTS[KINDS[kind]].partition(HEAD_END)
     start = head.rsplit(b" ", 1)[0]
-    return scrambled(honest).map(lambda spoiled: start + b" %d" % len(spoiled) + HEAD_END + spoiled)
+    return scrambled_bytes(honest).map(
+        lambda spoiled: start + b" %d" % len(spoiled) + HEAD_END + spoiled
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

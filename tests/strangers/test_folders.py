@@ -178,19 +178,19 @@ def test_very_many_entries_are_not_all_listed(
     looked: list[str] = []
     original = os.scandir
 
-    class Counting:
+    class CountingScan:
         """Counts the entries that are taken from a folder."""
 
         def __init__(self, path: object) -> None:
             self._entries = original(path)
 
-        def __enter__(self) -> "Counting":
+        def __enter__(self) -> "CountingScan":
             return self
 
         def __exit__(self, *error: object) -> None:
             self._entries.close()
 
-        def __iter__(self) -> "Counting":
+        def __iter__(self) -> "CountingScan":
             return self
 
         def __next__(self) -> object:
@@ -198,7 +198,7 @@ def test_very_many_entries_are_not_all_listed(
             looked.append(entry.name)
             return entry
 
-    monkeypatch.setattr(os, "scandir", Counting)
+    monkeypatch.setattr(os, "scandir", CountingScan)
     with pytest.raises(ArchipelagoError, check=has_subject("in")):
         BOUNDED[reader](folder)
     assert len(looked) <= 201

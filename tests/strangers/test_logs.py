@@ -40,15 +40,15 @@ from tests.strangers.test_bounds import tensors
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.mutations import at, places, put
+from tests.support.mutations import json_paths, replace_at, value_at
 from tests.support.parsers import (
     KEY,
     MAX_SHARD_BYTES,
     NOW,
     REQUESTS,
-    Door,
-    doors,
-    messages,
+    ParserCase,
+    document_parsers,
+    message_parsers,
     receipt_document,
     submission_document,
 )
@@ -62,14 +62,15 @@ def spoilt(sample: bytes) -> list[bytes]:
     """The sample with a canary in every place: as a value, as a name, and as a name with the value that was there."""
     value = json.loads(sample)
     found = []
-    for place in places(value):
+    for place in json_paths(value):
         for canary in CANARIES:
-            found.append(put(value, place, canary))
-            found.append(put(value, place, [canary]))
-            if isinstance(parent := at(value, place), dict):
-                found.append(put(value, place, {**parent, canary: 0}))
+            found.append(replace_at(value, place, canary))
+            found.append(replace_at(value, place, [canary]))
+            if isinstance(parent := value_at(value, place), dict):
+                found.append(replace_at(value, place, {**parent, canary: 0}))
                 found += [
-                    put(value, place, {**parent, canary: one}) for one in list(parent.values())[:2]
+                    replace_at(value, place, {**parent, canary: one})
+                    for one in list(parent.values())[:2]
                 ]
     return [json.dumps(one, sort_keys=True, separators=(",", ":")).encode() for one in found]
 
@@ -80,9 +81,9 @@ def silent(text: str) -> None:
 
 
 def test_error_says_nothing_that_was_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in {**doors(), **messages()}:
+    for name in {**document_parsers(), **message_parsers()}:
         with case(name=name):
-            door: Door = {**doors(), **messages()}[name]
+            door: ParserCase = {**document_parsers(), **message_parsers()}[name]
             refusals = 0
             for data in spoilt(door.sample):
                 try:
@@ -166,7 +167,7 @@ def message(content: RecordDict) -> Message:
 def hostile_records() -> list[RecordDict]:
     """Everything odd that Flower would deliver, a canary in each."""
     bad = CANARIES[0]
-    good = messages()["pull"].sample.decode()
+    good = message_parsers()["pull"].sample.decode()
     head = ConfigRecord({"document": good})
     array = {"dtype": "uint8", "shape": (6,), "stype": "archipelago.bytes", "data": b"CANARY"}
     return [
@@ -187,7 +188,7 @@ def hostile_records() -> list[RecordDict]:
         *(
             RecordDict({"head": ConfigRecord({"document": data.decode()})})
             for name in ("offer", "ask", "pull", "deliver")
-            for data in spoilt(messages()[name].sample)
+            for data in spoilt(message_parsers()[name].sample)
         ),
     ]
 

@@ -12,10 +12,10 @@ from ddm.errors import DocumentError
 from ddm.protocol.base import Document, check_json
 from tests.support.case import case
 from tests.support.errors import has_subject
-from tests.support.mutations import POISON, places, scrambled, spoiled, with_text
-from tests.support.parsers import Door, doors, messages, texts
+from tests.support.mutations import POISON, hostile_bytes, json_paths, scrambled_bytes, with_text
+from tests.support.parsers import ParserCase, document_parsers, log_parsers, message_parsers
 
-DOORS = {**doors(), **messages()}
+DOORS = {**document_parsers(), **message_parsers()}
 # What a program writes for itself, in a folder that is its own.
 OWN = {
     "CheckpointRecord",
@@ -31,7 +31,7 @@ quick = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 
 
-def try_door(door: Door, data: bytes) -> None:
+def try_door(door: ParserCase, data: bytes) -> None:
     try:
         found = door.parse(data)
     except door.refusals:
@@ -53,7 +53,7 @@ def test_every_document_of_the_library_is_tried_here_or_never_comes_from_outside
     kinds = {
         kind.__name__ for kind in Document.__subclasses__() if kind.__module__.startswith("ddm.")
     }
-    tried = {type(door.parse(door.sample)).__name__ for door in doors().values()}
+    tried = {type(door.parse(door.sample)).__name__ for door in document_parsers().values()}
     assert {"Plan", "Submission", "Manifest"} <= kinds
     assert not kinds - tried - OWN
 
@@ -62,7 +62,7 @@ def test_every_document_of_the_library_is_tried_here_or_never_comes_from_outside
 @given(data=st.data())
 @quick
 def test_parser_refuses_strangers_as_documented(name: str, data: st.DataObject) -> None:
-    try_door(DOORS[name], data.draw(spoiled(DOORS[name].sample)))
+    try_door(DOORS[name], data.draw(hostile_bytes(DOORS[name].sample)))
 
 
 @pytest.mark.slow
@@ -72,33 +72,36 @@ def test_parser_refuses_strangers_as_documented(name: str, data: st.DataObject) 
 def test_parser_refuses_strangers_as_documented_however_long_one_tries(
     name: str, data: st.DataObject
 ) -> None:
-    try_door(DOORS[name], data.draw(spoiled(DOORS[name].sample)))
+    try_door(DOORS[name], data.draw(hostile_bytes(DOORS[name].sample)))
 
 
-@pytest.mark.parametrize("name", texts())
+@pytest.mark.parametrize("name", log_parsers())
 @given(data=st.data())
 @quick
 def test_parser_of_the_log_refuses_strangers_as_documented(name: str, data: st.DataObject) -> None:
-    door = texts()[name]
+    door = log_parsers()[name]
     try_door(door, door.sample)
     door.parse(door.sample)
-    try_door(door, data.draw(scrambled(door.sample) | st.binary(max_size=200)))
+    try_door(door, data.draw(scrambled_bytes(door.sample) | st.binary(max_size=200)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", texts())
+@pytest.mark.parametrize("name", log_parsers())
 @given(data=st.data())
 @thorough
 def test_parser_of_the_log_refuses_strangers_as_documented_however_long_one_tries(
     name: str, data: st.DataObject
 ) -> None:
-    try_door(texts()[name], data.draw(scrambled(texts()[name].sample) | st.binary(max_size=200)))
+    try_door(
+        log_parsers()[name],
+        data.draw(scrambled_bytes(log_parsers()[name].sample) | st.binary(max_size=200)),
+    )
 
 
-def every_poison(door: Door, share: int) -> None:
+def every_poison(door: ParserCase, share: int) -> None:
     """Try one poison of every `share` in every place, each time others."""
     value = json.loads(door.sample)
-    for number, place in enumerate(places(value)):
+    for number, place in enumerate(json_paths(value)):
         for poison in POISON[number % share :: share]:
             try_door(door, with_text(value, place, poison, sort=True))
 
@@ -167,7 +170,7 @@ def test_json_of_strangers_is_refused_or_is_what_the_standard_library_reads(data
 
 
 def test_request_to_sign_that_names_an_absent_key_is_refused() -> None:
-    door = doors()["request to sign"]
+    door = document_parsers()["request to sign"]
     request = json.loads(door.sample)
     root = json.loads(request["payload"])
     del root["keys"][root["roles"]["root"]["keyids"][0]]

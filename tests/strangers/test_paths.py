@@ -21,8 +21,8 @@ from ddm.protocol.base import Model
 from ddm.trust.metadata import METADATA_LIFE, expiry, sign_metadata
 from ddm.trust.silo_role import verify_silo_metadata
 from tests.support.case import case
-from tests.support.mutations import at, places, put
-from tests.support.parsers import DIGEST, KEY, NOW, PLAN, doors, messages
+from tests.support.mutations import json_paths, replace_at, value_at
+from tests.support.parsers import DIGEST, KEY, NOW, PLAN, document_parsers, message_parsers
 
 HOSTILE = {
     "parent": "../x",
@@ -238,22 +238,22 @@ def test_field_takes_honest_text_and_no_name_that_leads_elsewhere() -> None:
 def is_free(value: Any, place: tuple[Any, ...]) -> bool:
     """Whether a place lies in a field of free text, of a model that could have been written as what holds it."""
     for depth, name in enumerate(place):
-        holder = at(value, place[:depth])
+        holder = value_at(value, place[:depth])
         if isinstance(holder, dict) and any(kind >= set(holder) for kind in FREE.get(name, [])):
             return True
     return False
 
 
 def test_document_is_refused_with_a_name_that_leads_elsewhere_in_any_of_its_fields() -> None:
-    for name in {**doors(), **messages()}:
+    for name in {**document_parsers(), **message_parsers()}:
         with case(name=name):
-            door = {**doors(), **messages()}[name]
+            door = {**document_parsers(), **message_parsers()}[name]
             value = json.loads(door.sample)
-            for place in places(value):
-                if isinstance(at(value, place), str) and not is_free(value, place):
+            for place in json_paths(value):
+                if isinstance(value_at(value, place), str) and not is_free(value, place):
                     for hostile in HOSTILE.values():
                         spoiled = json.dumps(
-                            put(value, place, hostile), sort_keys=True, separators=(",", ":")
+                            replace_at(value, place, hostile), sort_keys=True, separators=(",", ":")
                         ).encode()
                         with pytest.raises(door.refusals):
                             door.parse(spoiled)

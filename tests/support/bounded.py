@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 MIB = 1024 * 1024
 _YARDSTICK_S = 0.013  # what `slowness` takes on an idle processor of 2023
@@ -49,7 +49,7 @@ def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
             json.dumps(_measured(attack, mib, cpu_s, lambda: os.write(writer, b" "))).encode(),
         )
 
-    child = forked(tell)
+    child = fork_process(tell)
     os.close(writer)
     with os.fdopen(reader, "rb", buffering=0) as answers:
         answers.read(1)  # now the attack begins
@@ -57,11 +57,11 @@ def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
         while not select.select([answers], [], [], 0.001)[0]:
             most = max(most, _status("RssAnon", child))
         answer = answers.readall()
-    ended(child)
+    wait_for_exit(child)
     if not answer:
         return Outcome("Killed", f"took more than {4 * cpu_s} s", float("inf"), float("inf"))
-    found = Outcome(**json.loads(answer))
-    return replace(found, mib=max(found.mib, (most - before) / 1024))
+    outcome = Outcome(**json.loads(answer))
+    return replace(outcome, mib=max(outcome.mib, (most - before) / 1024))
 
 
 def _measured(

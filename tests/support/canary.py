@@ -36,18 +36,20 @@ _ZLIB = tuple(bytes([0x78, flags]) for flags in (0x01, 0x5E, 0x9C, 0xDA))
 _DIGESTS = ("md5", "sha1", "sha256", "sha512", "blake2b", "blake2s")
 
 
-def found(data: bytes) -> set[tuple[str, str]]:
+def find_texts(data: bytes) -> set[tuple[str, str]]:
     """Return the texts that some bytes hold, and in which form."""
-    return set(_found(data, 0))
+    return set(_search(data, 0))
 
 
-def found_below(*places: Path) -> dict[str, set[tuple[str, str]]]:
+def find_texts_below(*places: Path) -> dict[str, set[tuple[str, str]]]:
     """Return what the files at or below some places hold, and their names; only those that hold something."""
     hits: dict[str, set[tuple[str, str]]] = {}
     for place in places:
         for path in [place, *sorted(place.rglob("*"))]:
             name = str(path.relative_to(place)).encode("utf-8", "surrogateescape")
-            if inside := found(name) | (found(path.read_bytes()) if path.is_file() else set()):
+            if inside := find_texts(name) | (
+                find_texts(path.read_bytes()) if path.is_file() else set()
+            ):
                 hits[str(path)] = inside
     return hits
 
@@ -68,7 +70,7 @@ def forms(text: str) -> dict[str, bytes]:
     return made
 
 
-def packed(plain: bytes, folder: Path) -> dict[str, bytes]:
+def pack_every_way(plain: bytes, folder: Path) -> dict[str, bytes]:
     """Return files that hold some bytes, packed in each way that the search undoes."""
     archive = BytesIO()
     stored = BytesIO()
@@ -89,11 +91,11 @@ def packed(plain: bytes, folder: Path) -> dict[str, bytes]:
         "npz": stored.getvalue(),
         "parquet": table.getvalue(),
         "sqlite": database.read_bytes(),
-        "zlib in zip in gzip": gzip.compress(_zipped(zlib.compress(plain))),
+        "zlib in zip in gzip": gzip.compress(_zip(zlib.compress(plain))),
     }
 
 
-def _zipped(data: bytes) -> bytes:
+def _zip(data: bytes) -> bytes:
     archive = BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as members:
         members.writestr("a", data)
@@ -118,7 +120,7 @@ def _in_base64(plain: bytes, at: int) -> bytes:
     return whole[first:last]
 
 
-def _found(data: bytes, depth: int) -> Iterator[tuple[str, str]]:
+def _search(data: bytes, depth: int) -> Iterator[tuple[str, str]]:
     lowered = data.lower()
     joined = lowered.translate(None, b"\r\n")
     for needle, what in _needles().items():
@@ -126,30 +128,30 @@ def _found(data: bytes, depth: int) -> Iterator[tuple[str, str]]:
         if needle in lowered or (what[1].startswith("base64") and needle in joined):
             yield what
     if depth < _DEPTH:
-        for inner in _unpacked(data):
-            yield from _found(inner, depth + 1)
+        for inner in _unpack(data):
+            yield from _search(inner, depth + 1)
 
 
-def _unpacked(data: bytes) -> Iterator[bytes]:
-    yield from _streams(data, _ZLIB, zlib.MAX_WBITS)
-    yield from _streams(data, (b"\x1f\x8b\x08",), zlib.MAX_WBITS | 16)
-    yield from _members(data)
+def _unpack(data: bytes) -> Iterator[bytes]:
+    yield from _unpack_streams(data, _ZLIB, zlib.MAX_WBITS)
+    yield from _unpack_streams(data, (b"\x1f\x8b\x08",), zlib.MAX_WBITS | 16)
+    yield from _unpack_members(data)
     if data.startswith(b"PAR1"):
         for column in pq.read_table(BytesIO(data)).columns:
             yield from map(_as_bytes, column.to_pylist())
     if data.startswith(b"SQLite format 3\0"):
-        yield from _cells(data)
+        yield from _database_cells(data)
 
 
-def _streams(data: bytes, heads: tuple[bytes, ...], bits: int) -> Iterator[bytes]:
+def _unpack_streams(data: bytes, heads: tuple[bytes, ...], bits: int) -> Iterator[bytes]:
     for head in heads:
         at = data.find(head)
         while at >= 0:
-            yield from _inflated(memoryview(data)[at:], bits)
+            yield from _inflate(memoryview(data)[at:], bits)
             at = data.find(head, at + 1)
 
 
-def _members(data: bytes) -> Iterator[bytes]:
+def _unpack_members(data: bytes) -> Iterator[bytes]:
     """Yield the members of zip archives by their local headers; stored ones stand in the bytes themselves."""
     at = data.find(b"PK\x03\x04")
     while at >= 0:
@@ -157,18 +159,18 @@ def _members(data: bytes) -> Iterator[bytes]:
             int.from_bytes(data[at + place : at + place + 2], "little") for place in (26, 28)
         )
         if data[at + 8 : at + 10] == b"\x08\0":
-            yield from _inflated(memoryview(data)[at + 30 + name + extra :], -zlib.MAX_WBITS)
+            yield from _inflate(memoryview(data)[at + 30 + name + extra :], -zlib.MAX_WBITS)
         at = data.find(b"PK\x03\x04", at + 4)
 
 
-def _inflated(data: memoryview, bits: int) -> Iterator[bytes]:
+def _inflate(data: memoryview, bits: int) -> Iterator[bytes]:
     """Yield what a stream held that begins here, also if it was cut short; nothing if none begins here."""
     with suppress(zlib.error):
         if inner := zlib.decompressobj(bits).decompress(data, _MOST):
             yield inner
 
 
-def _cells(data: bytes) -> Iterator[bytes]:
+def _database_cells(data: bytes) -> Iterator[bytes]:
     """Yield every cell of a database: a long one lies in pages that do not follow each other."""
     with TemporaryDirectory() as folder:
         copy = Path(folder, "copy.sqlite")

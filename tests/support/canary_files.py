@@ -34,16 +34,16 @@ def export_tree(folder: Path, num: int, seed: int) -> Path:
     for number in range(num):
         place = folder / f"{NAME} {BIRTH}" / f"{FOREIGN}_{number // 2}"
         place.mkdir(parents=True, exist_ok=True)
-        dicom(place / f"{NUMBER}-{number}.dcm", pixels(seed + number), number // 2)
-    overlaid(folder / f"{NUMBER} overlay.dcm", pixels(seed))
-    iconed(folder / f"{NUMBER} icon.dcm", pixels(seed))
+        write_dicom(place / f"{NUMBER}-{number}.dcm", pixels(seed + number), number // 2)
+    write_with_overlay(folder / f"{NUMBER} overlay.dcm", pixels(seed))
+    write_with_icon(folder / f"{NUMBER} icon.dcm", pixels(seed))
     (folder / f"{NAME}.txt").write_text(ALL)
     return folder
 
 
 def export_table(folder: Path, num: int, seed: int) -> Path:
     """Write pictures of several formats and a table with patients, a label that no plan asks for, and more columns."""
-    kinds = (png, jpeg, tiff, nifti)
+    kinds = (write_png, write_jpeg, write_tiff, write_nifti)
     rows = []
     for number in range(num):
         place = folder / f"{NAME}_{number // 2}"
@@ -52,7 +52,7 @@ def export_table(folder: Path, num: int, seed: int) -> Path:
             place / f"{NUMBER}_{BIRTH}_{number}", pixels(seed + number)
         )
         rows.append((path, number // 2))
-    rows.append((thumbnailed(folder / f"{NUMBER}_thumbnail", pixels(seed)), 0))
+    rows.append((write_with_thumbnail(folder / f"{NUMBER}_thumbnail", pixels(seed)), 0))
     table = folder / "export.csv"
     with table.open("w", newline="", encoding="utf-8") as handle:
         written = csv.writer(handle)
@@ -72,12 +72,14 @@ def pixels(seed: int) -> np.ndarray:
     return np.clip(ramp + 15 * rng.standard_normal((12, 10)), 0, 255).astype(np.uint8)
 
 
-def dicom(path: Path, values: np.ndarray, patient: int) -> Path:
+def write_dicom(path: Path, values: np.ndarray, patient: int) -> Path:
     """Write a DICOM file whose tags, sequences and private tags name the patient."""
-    return write(_named(values, patient), path)
+    return write(_tags_that_name_the_patient(values, patient), path)
 
 
-def _named(values: np.ndarray, patient: int = 0) -> pydicom.dataset.FileDataset:
+def _tags_that_name_the_patient(
+    values: np.ndarray, patient: int = 0
+) -> pydicom.dataset.FileDataset:
     tags = tags_of(values.astype(np.uint16) * 16)
     tags.SpecificCharacterSet = "ISO_IR 100"
     tags.PatientName = NAME
@@ -105,9 +107,9 @@ def _named(values: np.ndarray, patient: int = 0) -> pydicom.dataset.FileDataset:
     return tags
 
 
-def overlaid(path: Path, values: np.ndarray) -> Path:
+def write_with_overlay(path: Path, values: np.ndarray) -> Path:
     """Write a DICOM file with an overlay, whose bits spell the texts."""
-    tags = _named(values)
+    tags = _tags_that_name_the_patient(values)
     bits = ALL.encode("utf-8")
     tags.add_new((0x6000, 0x0010), "US", 8)
     tags.add_new((0x6000, 0x0011), "US", len(bits))
@@ -121,9 +123,9 @@ def overlaid(path: Path, values: np.ndarray) -> Path:
     return write(tags, path)
 
 
-def iconed(path: Path, values: np.ndarray) -> Path:
+def write_with_icon(path: Path, values: np.ndarray) -> Path:
     """Write a DICOM file with an icon, whose pixels spell the texts."""
-    tags = _named(values)
+    tags = _tags_that_name_the_patient(values)
     icon = Dataset()
     spelt = ALL.encode("utf-8").ljust(64, b"\0")[:64]
     icon.SamplesPerPixel = 1
@@ -149,7 +151,7 @@ def _exif() -> Image.Exif:
     return exif
 
 
-def png(path: Path, values: np.ndarray) -> Path:
+def write_png(path: Path, values: np.ndarray) -> Path:
     """Write a PNG with the texts in text chunks, packed and not, and in EXIF."""
     texts = PngImagePlugin.PngInfo()
     texts.add_text("Author", f"{NAME} {NUMBER} {BIRTH}")
@@ -160,14 +162,14 @@ def png(path: Path, values: np.ndarray) -> Path:
     return target
 
 
-def jpeg(path: Path, values: np.ndarray) -> Path:
+def write_jpeg(path: Path, values: np.ndarray) -> Path:
     """Write a JPEG with the texts in EXIF and in its comment."""
     target = path.with_name(path.name + ".jpg")
     Image.fromarray(values).save(target, exif=_exif(), comment=ALL.encode("utf-8"), quality=95)
     return target
 
 
-def tiff(path: Path, values: np.ndarray) -> Path:
+def write_tiff(path: Path, values: np.ndarray) -> Path:
     """Write a TIFF with the texts in its tags, one of them private."""
     target = path.with_name(path.name + ".tif")
     own = {_DESCRIPTION: ALL, _ARTIST: NAME, _PRIVATE_TIFF: f"{NAME} {NUMBER} {BIRTH}"}
@@ -175,7 +177,7 @@ def tiff(path: Path, values: np.ndarray) -> Path:
     return target
 
 
-def nifti(path: Path, values: np.ndarray) -> Path:
+def write_nifti(path: Path, values: np.ndarray) -> Path:
     """Write one slice as NIfTI, with the texts in its header and in extensions."""
     made = nibabel.Nifti1Image(values.T[:, ::-1, None].copy(), np.eye(4))
     made.header["descrip"] = NAME.encode()
@@ -183,14 +185,14 @@ def nifti(path: Path, values: np.ndarray) -> Path:
     made.header["db_name"] = BIRTH.encode()
     made.header["intent_name"] = NAME.encode()
     for code in ("comment", "dicom"):
-        content = ALL.encode("utf-8") if code == "comment" else _tags_alone()
+        content = ALL.encode("utf-8") if code == "comment" else _dicom_tags_without_pixels()
         made.header.extensions.append(nibabel.nifti1.Nifti1Extension(code, content))
     target = path.with_name(path.name + ".nii.gz")
     nibabel.save(made, target)
     return target
 
 
-def _tags_alone() -> bytes:
+def _dicom_tags_without_pixels() -> bytes:
     tags = Dataset()
     packed = io.BytesIO()
     tags.PatientName = NAME
@@ -199,7 +201,7 @@ def _tags_alone() -> bytes:
     return packed.getvalue()
 
 
-def thumbnailed(path: Path, values: np.ndarray) -> Path:
+def write_with_thumbnail(path: Path, values: np.ndarray) -> Path:
     """Write a JPEG whose EXIF holds a thumbnail, in the comment of which the texts stand."""
     whole = io.BytesIO()
     small = io.BytesIO()

@@ -10,9 +10,11 @@ def case(*values: object, **named: object) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        told = [ascii(value)[:200] for value in values]
+        unnamed_values = [ascii(value)[:200] for value in values]
         error.add_note(
             "in the case "
-            + ", ".join([*told, *(f"{name}={ascii(it)[:200]}" for name, it in named.items())])
+            + ", ".join(
+                [*unnamed_values, *(f"{name}={ascii(it)[:200]}" for name, it in named.items())]
+            )
         )
         raise

@@ -53,7 +53,7 @@ def cohort_at(
     folder: Path | None = None,
     settings: ImagesSettings | None = None,
     parts: tuple[str, ...] | None = None,
-    advance: Any = lambda done, num: None,
+    advance: Any = lambda num_done, num: None,
     **request: Any,
 ) -> Cohort:
     """Load the cohort of a plan; its scans are remembered in `folder`, where there is one."""

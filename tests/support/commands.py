@@ -15,7 +15,7 @@ APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.m
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     """What a command left: its exit code, what it said on standard output, and on standard error."""
 
     code: object
@@ -23,7 +23,7 @@ class Done:
     err: str
 
 
-def command(*words: object) -> Done:
+def run_command(*words: object) -> CommandResult:
     """Run a command to its end; a stack trace or an undocumented error fails the test."""
     out = io.StringIO()
     err = io.StringIO()
@@ -31,4 +31,4 @@ def command(*words: object) -> Done:
         run_app(APPS[str(words[0])], [str(word) for word in words[1:]])
     assert "Traceback" not in out.getvalue() + err.getvalue()
     assert ended.value.code != 1, err.getvalue()
-    return Done(ended.value.code, out.getvalue(), err.getvalue())
+    return CommandResult(ended.value.code, out.getvalue(), err.getvalue())

@@ -79,13 +79,13 @@ def write(tags: FileDataset, path: Path) -> Path:
     return path
 
 
-def packed(tags: FileDataset, syntax: UID, path: Path) -> Path:
+def write_compressed(tags: FileDataset, syntax: UID, path: Path) -> Path:
     """Write a file whose pixels are compressed by pydicom's encoders."""
     tags.compress(syntax, generate_instance_uid=False)
     return write(tags, path)
 
 
-def baseline(path: Path) -> Path:
+def write_baseline_jpeg(path: Path) -> Path:
     """Write 8-bit greys in baseline JPEG, through Pillow."""
     values = waves(high=255, dtype=np.uint8)
     encoded = io.BytesIO()
@@ -97,7 +97,7 @@ def baseline(path: Path) -> Path:
     return write(tags, path)
 
 
-def through_gdcm(source: Path, path: Path, kind: str) -> Path:
+def write_through_gdcm(source: Path, path: Path, kind: str) -> Path:
     """Write a file again with its pixels in a transfer syntax that GDCM names."""
     import gdcm
 
@@ -116,7 +116,7 @@ def through_gdcm(source: Path, path: Path, kind: str) -> Path:
     return path
 
 
-def big_endian(path: Path) -> Path:
+def write_big_endian(path: Path) -> Path:
     """Write a file in explicit big endian."""
     tags = tags_of(waves())
     tags.PixelData = waves().astype(">u2").tobytes()
@@ -125,7 +125,7 @@ def big_endian(path: Path) -> Path:
     return path
 
 
-def bare(path: Path, *, implicit: bool) -> Path:
+def write_without_meta(path: Path, *, implicit: bool) -> Path:
     """Write a file without preamble and without file meta information."""
     tags = Dataset(tags_of(waves()))
     pydicom.dcmwrite(
@@ -134,7 +134,9 @@ def bare(path: Path, *, implicit: bool) -> Path:
     return path
 
 
-def enhanced(values: np.ndarray, places: list[float], path: Path, body_part: str = "CHEST") -> Path:
+def write_enhanced(
+    values: np.ndarray, places: list[float], path: Path, body_part: str = "CHEST"
+) -> Path:
     """Write frames (N, H, W) that lie along the body's axis, each at its place in mm."""
     tags = tags_of(values, SOPClassUID=EnhancedCTImageStorage, BodyPartExamined=body_part)
     shared = Dataset()
@@ -162,7 +164,7 @@ def enhanced(values: np.ndarray, places: list[float], path: Path, body_part: str
     return write(tags, path)
 
 
-def inflating(path: Path, num_bytes: int) -> Path:
+def write_inflating(path: Path, num_bytes: int) -> Path:
     """Write a deflated file of a few kilobytes whose data set inflates to so many zeros."""
     small = io.BytesIO()
     tags = tags_of(waves((8, 8)))

@@ -25,7 +25,7 @@ from silo.config import Policy, Site
 from silo.plan.acceptance import AcceptedPlan, receive_plan
 from tests.support.documents import AGREED, plan_document, to_bytes
 from tests.support.parsers import card_document
-from tests.support.policies import ordinary
+from tests.support.policies import ordinary_policy
 
 SILO = "north"
 RANK = 4
@@ -34,13 +34,13 @@ DELTA = 1e-5
 ROLES = ("root", "targets", "online", "plans", "release", SILO)
 
 
-def pictures(num: int, seed: int) -> Tensor:
+def random_images(num: int, seed: int) -> Tensor:
     """Made-up images."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(num, 1, SIDE, SIDE, generator=generator) / 3).clamp(-1, 1)
 
 
-PUBLIC = pictures(3000, 0)
+PUBLIC = random_images(3000, 0)
 
 
 def clusters_around(images: Tensor) -> Clusters:
@@ -96,7 +96,7 @@ class UnsignedPlan:
 
 
 @dataclass
-class Aggregator:
+class DishonestAggregator:
     """A federation in `folder` with one site, which pinned its root."""
 
     folder: Path
@@ -134,7 +134,7 @@ class Aggregator:
 
     def deliver(
         self,
-        asked: UnsignedPlan,
+        plan: UnsignedPlan,
         plan_id: str | None = None,
         rewrite: Callable[[bytes], bytes] = bytes,
     ) -> str:
@@ -146,11 +146,11 @@ class Aggregator:
         home = bundle / "targets" / plan_id
         (home / "plan").mkdir(parents=True)
         files = []
-        for name, tensors in asked.tensors.items():
+        for name, tensors in plan.tensors.items():
             path = f"plan/{name}.safetensors"
             save_tensors(home / path, tensors)
             files.append(File.of(path, home / path))
-        document = asked.document | {
+        document = plan.document | {
             "plan_id": plan_id,
             "files": [file.model_dump() for file in files],
         }
@@ -176,10 +176,10 @@ class Aggregator:
         return plan_id
 
     def offer(
-        self, asked: UnsignedPlan, policy: Policy | None = None, plan_id: str | None = None
+        self, plan: UnsignedPlan, policy: Policy | None = None, plan_id: str | None = None
     ) -> AcceptedPlan:
         """What the site's worker makes of a plan."""
-        return self.receive(self.deliver(asked, plan_id), policy)
+        return self.receive(self.deliver(plan, plan_id), policy)
 
     def receive(self, plan_id: str, policy: Policy | None = None) -> AcceptedPlan:
         """The worker's own code, on what lies in its inbox."""
@@ -187,7 +187,7 @@ class Aggregator:
         shape = (1, 8, 8)
         with suppress(ValueError, KeyError, TypeError, OSError):
             shape = tuple(json.loads(plan.read_bytes())["data"]["shape"])
-        policy = ordinary(policy, shape)
+        policy = ordinary_policy(policy, shape)
         key = self.keys[SILO].public
         return receive_plan(
             self.site, plan_id, policy, silo_id=SILO, key=key, max_bytes=1 << 28, now=now_utc()

@@ -37,7 +37,7 @@ DIGEST = "d" * 64
 
 
 @dataclass(frozen=True)
-class Inventor:
+class DishonestSilo:
     """Invents submissions of one silo for the federation's present plan, in perfect form.
 
     Attributes:
@@ -74,7 +74,7 @@ class Inventor:
             num_units=num_units,
             isolation="containers",
             experts=experts,
-            statistics=tuple(_described(kind, plan, folder) for kind in statistics),
+            statistics=tuple(_describe_statistic(kind, plan, folder) for kind in statistics),
             spent=Spent(
                 epsilon=plan.statistics.total.epsilon,
                 delta=plan.statistics.total.delta,
@@ -95,8 +95,8 @@ class Inventor:
         (folder / name).write_bytes(encoded)
         signed = {prefix + name: (len(encoded), sha256_hex(encoded))}
         signed |= {
-            prefix + each.file.path: (each.file.bytes, each.file.digest)
-            for each in submission.experts
+            prefix + expert.file.path: (expert.file.bytes, expert.file.digest)
+            for expert in submission.experts
         }
         key = self.tiny.key(self.silo_id)
         role = folder / "metadata" / f"{submission.plan_id}.{self.silo_id}.json"
@@ -174,7 +174,7 @@ def _waiver(plan_digest: str) -> Waiver:
     )
 
 
-def _described(kind: StatisticKind, plan: Plan, folder: Path) -> SubmittedStatistic:
+def _describe_statistic(kind: StatisticKind, plan: Plan, folder: Path) -> SubmittedStatistic:
     terms = plan.statistics.terms[kind]
     file = File.of(f"{kind}.safetensors", folder / f"{kind}.safetensors")
     return SubmittedStatistic(kind=kind, epsilon=terms.epsilon, delta=terms.delta, file=file)

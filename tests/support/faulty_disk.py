@@ -26,7 +26,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 MAINS = {"silo": "silo.cli", "aggregator": "aggregator.cli", "ddm": "ddm.cli.main"}
 
 
-def build(folder: Path) -> Path:
+def build_library(folder: Path) -> Path:
     """Compile the library that counts calls and lets them fail."""
     built = folder / "faulty_disk.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", built, SOURCE, "-ldl"], check=True)
@@ -49,29 +49,29 @@ class Fault:
 
     def environment(self, count: Path) -> dict[str, str]:
         """Return what tells the library of it; calls are counted in the file `count`."""
-        told = {
+        variables = {
             "FAULT_BELOW": ":".join(map(str, self.below)),
             "FAULT_COUNT": str(count),
             "FAULT_AT": str(self.at),
         }
-        return told | ({"FAULT_FULL": str(self.full)} if self.full else {})
+        return variables | ({"FAULT_FULL": str(self.full)} if self.full else {})
 
 
-def counted(count: Path) -> int:
+def read_call_count(count: Path) -> int:
     """Return how many calls were made."""
     return int.from_bytes(count.read_bytes(), sys.byteorder) if count.exists() else 0
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandExit:
     """How a command ended: its exit code, or minus the signal; all it said; its calls that change the disk."""
 
     code: int
-    said: str
+    output: str
     num_calls: int
 
 
-class Commands:
+class CommandServer:
     """Runs commands, one at a time.
 
     Args:
@@ -80,7 +80,11 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        environment = {**os.environ, "LD_PRELOAD": str(build(folder)), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(build_library(folder)),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-m", "tests.support.faulty_disk"]
         self._process = subprocess.Popen(
             command,
@@ -101,7 +105,7 @@ class Commands:
         self._process.wait()
         self._process.stdout.close()
 
-    def run(self, *words: object, fault: Fault | None = None) -> Ended:
+    def run(self, *words: object, fault: Fault | None = None) -> CommandExit:
         """Run one command to its end.
 
         Args:
@@ -114,16 +118,16 @@ class Commands:
         output = self._folder / "output"
         count.unlink(missing_ok=True)
         environment = fault.environment(count) if fault else {}
-        asked = {
+        request = {
             "words": [str(word) for word in words],
             "environment": environment,
             "output": str(output),
         }
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the process that runs commands has ended"
-        return Ended(int(answer), output.read_text(errors="replace"), counted(count))
+        return CommandExit(int(answer), output.read_text(errors="replace"), read_call_count(count))
 
 
 def serve() -> None:
@@ -131,11 +135,13 @@ def serve() -> None:
     for name in MAINS.values():
         import_module(name)
     for line in sys.stdin:
-        asked = json.loads(line)
-        imported = Path(asked["output"]).with_name("imported")
+        request = json.loads(line)
+        imported = Path(request["output"]).with_name("imported")
         pid = os.fork()
         if not pid:
-            _act(asked["words"], asked["environment"], Path(asked["output"]), imported)
+            _run_in_fork(
+                request["words"], request["environment"], Path(request["output"]), imported
+            )
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if imported.exists():  # what one command imported, the next finds there
             for name in imported.read_text().split():
@@ -145,7 +151,7 @@ def serve() -> None:
         print(code, flush=True)
 
 
-def _act(
+def _run_in_fork(
     words: Sequence[str], environment: Mapping[str, str], output: Path, imported: Path
 ) -> None:
     code = 1

@@ -36,7 +36,7 @@ PASSPHRASE = b"correct horse"
 SILOS = ("east", "north")
 
 
-def listed(base: Path, prefix: str) -> dict[str, tuple[int, str]]:
+def describe_files(base: Path, prefix: str) -> dict[str, tuple[int, str]]:
     """What lies below `base`, as metadata lists it."""
     files = {
         path.relative_to(base).as_posix(): path
@@ -179,7 +179,7 @@ class KeyedFederation:
             (targets / KEY_HISTORY).write_bytes(history.encode())
         release = {
             name: file
-            for name, file in listed(targets, plan_id).items()
+            for name, file in describe_files(targets, plan_id).items()
             if name.split("/")[1:] in (["manifest.json"], ["router.safetensors"], [KEY_HISTORY])
         }
         self.repository.publish(
@@ -196,7 +196,7 @@ class KeyedFederation:
     def silo_metadata(self, number: int, silo_id: str, home: Path) -> bytes:
         """What a silo signs of the files in `home`."""
         plan_id = f"digits-{number:08x}"
-        files = listed(home, f"{plan_id}/silos/{silo_id}")
+        files = describe_files(home, f"{plan_id}/silos/{silo_id}")
         return sign_silo_metadata(
             plan_id, silo_id, files, self.silos[silo_id], version=1, now=self.now
         )
@@ -209,8 +209,8 @@ class KeyedFederation:
 
     def document(self, role: str) -> Path:
         """The document of a role that waits."""
-        (found,) = self.federation.path.glob(f"ceremony/{role}-*.json")
-        return found
+        (document,) = self.federation.path.glob(f"ceremony/{role}-*.json")
+        return document
 
     def sign(self, role: str, *names: str) -> None:
         """Sign what waits, each holder on a machine with nothing but that document."""

@@ -27,7 +27,7 @@ def on_free_port(federation: Federation) -> Federation:
     return federation
 
 
-class Stage:
+class AggregatorStandIn:
     """Plays the ServerApp and the intake desk for one plan, of which nothing has arrived yet."""
 
     def __init__(self, federation: Federation) -> None:
@@ -50,8 +50,8 @@ class Stage:
 
     def report(self, silo_id: str, state: str, progress: int = 0) -> None:
         """The silo answers."""
-        told = {"state": state, "progress": progress, "sequence": 0}
-        write_atomic(self.incoming(silo_id) / "status.json", json.dumps(told).encode())
+        status = {"state": state, "progress": progress, "sequence": 0}
+        write_atomic(self.incoming(silo_id) / "status.json", json.dumps(status).encode())
         (self.incoming(silo_id) / "seen").touch()
 
     def arrive(self, silo_id: str, num_shards: int, of: int, sequence: int = 1) -> None:
@@ -95,6 +95,6 @@ class Stage:
         )
         write_atomic(path, json.dumps({"reasons": [reason]}).encode())
 
-    def programs(self, **told: object) -> None:
+    def programs(self, **programs: object) -> None:
         """What `aggregator run` notes of its programs."""
-        write_atomic(self.federation.path / "flower" / "info.json", json.dumps(told).encode())
+        write_atomic(self.federation.path / "flower" / "info.json", json.dumps(programs).encode())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 
-def forked(act: Callable[[], object]) -> int:
+def fork_process(act: Callable[[], object]) -> int:
     """Act in a forked process that ends with 0, or with 1 after printing what `act` raised.
 
     Returns:
@@ -28,6 +28,6 @@ def forked(act: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def ended(pid: int) -> int:
+def wait_for_exit(pid: int) -> int:
     """Wait for a process to end; return its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def read(path: Path) -> bool:
+def can_read(path: Path) -> bool:
     """Whether a byte of a file, or a name in a folder, can be read."""
     with suppress(OSError):
         if path.is_dir():
@@ -21,7 +21,7 @@ def read(path: Path) -> bool:
     return False
 
 
-def write(path: Path) -> bool:
+def can_write(path: Path) -> bool:
     """Whether a file can be changed, or one made in a folder; nothing stays changed."""
     with suppress(OSError):
         if path.is_dir():
@@ -35,7 +35,7 @@ def write(path: Path) -> bool:
     return False
 
 
-def connect(place: str) -> bool:
+def can_connect(place: str) -> bool:
     """Whether something listens there and answers."""
     host, _, port = place.rpartition(":")
     with suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
@@ -43,43 +43,43 @@ def connect(place: str) -> bool:
     return False
 
 
-def processes() -> list[str]:
+def exposed_process_files() -> list[str]:
     """What the worker's processes give away: their environment, their memory's map, their view of the file system."""
-    found = []
+    exposed_files = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if b"--only\0worker" not in (entry / "cmdline").read_bytes():
                 continue
             for name in ("environ", "maps"):
                 with suppress(OSError):
-                    found += [name] if (entry / name).read_bytes() else []
+                    exposed_files += [name] if (entry / name).read_bytes() else []
             for name in ("root", "cwd"):
                 with suppress(OSError):
-                    found += [name] if (entry / name).readlink() else []
-    return found
+                    exposed_files += [name] if (entry / name).readlink() else []
+    return exposed_files
 
 
-def find(names: list[str]) -> list[str]:
+def find_readable_files(names: list[str]) -> list[str]:
     """Files of such names, wherever they lie."""
-    found = []
+    readable_files = []
     for folder, _, files in os.walk("/", onerror=None):
         if not folder.startswith(("/proc", "/sys")):
-            found += [
-                str(Path(folder, each))
-                for each in files
-                if each in names and read(Path(folder, each))
+            readable_files += [
+                str(Path(folder, name))
+                for name in files
+                if name in names and can_read(Path(folder, name))
             ]
-    return found
+    return readable_files
 
 
 def main(wanted: dict[str, list[str]]) -> None:
     """Try everything."""
     got = {
-        "read": [each for each in wanted.get("read", []) if read(Path(each))],
-        "write": [each for each in wanted.get("write", []) if write(Path(each))],
-        "connect": [each for each in wanted.get("connect", []) if connect(each)],
-        "processes": processes(),
-        "find": find(wanted["find"]) if "find" in wanted else [],
+        "read": [path for path in wanted.get("read", []) if can_read(Path(path))],
+        "write": [path for path in wanted.get("write", []) if can_write(Path(path))],
+        "connect": [place for place in wanted.get("connect", []) if can_connect(place)],
+        "processes": exposed_process_files(),
+        "find": find_readable_files(wanted["find"]) if "find" in wanted else [],
     }
     print(json.dumps(got))
 

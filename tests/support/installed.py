@@ -25,7 +25,7 @@ def build(target: str, tree: Path, out: Path, epoch: str, umask: int = 0o022) ->
         str(out),
     ]
     environment = os.environ | {"SOURCE_DATE_EPOCH": epoch}
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=tree,
         env=environment,
@@ -35,7 +35,7 @@ def build(target: str, tree: Path, out: Path, epoch: str, umask: int = 0o022) ->
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     (built,) = out.iterdir()
     return built
 
@@ -72,23 +72,23 @@ def python_for_everyone() -> Path | None:
     """An interpreter of this version that other users of the machine may execute, too."""
     number = f"{sys.version_info.major}.{sys.version_info.minor}"
     mine = Path(sys.executable).resolve()
-    for each in (mine, Path(f"/usr/local/bin/python{number}"), Path(f"/usr/bin/python{number}")):
-        if each.exists():
-            command = ["runuser", "-u", "nobody", "--", each, "-c", "import venv"]
+    for python in (mine, Path(f"/usr/local/bin/python{number}"), Path(f"/usr/bin/python{number}")):
+        if python.exists():
+            command = ["runuser", "-u", "nobody", "--", python, "-c", "import venv"]
             if subprocess.run(command, check=False, capture_output=True, cwd="/").returncode == 0:
-                return each
+                return python
     return None
 
 
 def fill_wheelhouse(folder: Path) -> Path:
     """Fill a folder as `make wheelhouse` does; skips the test where no package index answers."""
     command = [sys.executable, "-m", "tools.wheelhouse", str(folder)]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
-    if "No matching distribution" in done.stderr or "Connection" in done.stderr:
-        pytest.skip(f"no package index: {done.stderr.splitlines()[-1]}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    if "No matching distribution" in result.stderr or "Connection" in result.stderr:
+        pytest.skip(f"no package index: {result.stderr.splitlines()[-1]}")
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 

@@ -72,9 +72,9 @@ class Intruder:
                 parents.setdefault(int(entry.read_text().rpartition(")")[2].split()[1]), []).append(
                     int(entry.parent.name)
                 )
-        found = list(self.pids)
-        for pid in found:
-            found += parents.get(pid, [])
+        process_ids = list(self.pids)
+        for pid in process_ids:
+            process_ids += parents.get(pid, [])
             yield pid
 
     def read_process(self, pid: int) -> None:
@@ -82,7 +82,7 @@ class Intruder:
             with suppress(OSError):
                 path = Path(f"/proc/{pid}/{name}")
                 data = (
-                    b"".join(os.fsencode(each) for each in path.iterdir())
+                    b"".join(os.fsencode(entry) for entry in path.iterdir())
                     if name == "fd"
                     else path.read_bytes()
                 )
@@ -165,5 +165,5 @@ def main(user: int, ports: list[int], pids: list[int]) -> None:
 if __name__ == "__main__":
     main(
         int(sys.argv[1]),
-        *([int(each) for each in names.split(",") if each] for names in sys.argv[2:4]),
+        *([int(name) for name in names.split(",") if name] for names in sys.argv[2:4]),
     )

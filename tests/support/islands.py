@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.commands import Done, command
+from tests.support.commands import CommandResult, run_command
 
 RECIPE = """
 [data]
@@ -50,8 +50,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     """Return 600 real images of digits, float32 (N, 1, 8, 8) in [-1, 1], and their classes."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return (found.images[:600, None] / 8 - 1).astype(np.float32), found.target[:600].astype(
+    data_set = load_digits()
+    return (data_set.images[:600, None] / 8 - 1).astype(np.float32), data_set.target[:600].astype(
         np.int64
     )
 
@@ -88,7 +88,7 @@ class Owner:
         (path / "pass").write_text("a passphrase\n")
         return cls(path)
 
-    def split(self, *words: object) -> Done:
+    def split(self, *words: object) -> CommandResult:
         """Run `ddm split`."""
         known = (
             "--data",
@@ -98,13 +98,13 @@ class Owner:
             "--out",
             self.run,
         )
-        return command("ddm", "split", *known, "--passphrase-file", self.path / "pass", *words)
+        return run_command("ddm", "split", *known, "--passphrase-file", self.path / "pass", *words)
 
-    def train(self, *words: object) -> Done:
+    def train(self, *words: object) -> CommandResult:
         """Run `ddm train`."""
-        return command("ddm", "train", self.run, "--device", "cpu", *words)
+        return run_command("ddm", "train", self.run, "--device", "cpu", *words)
 
-    def assemble(self, out: str, *words: object) -> Done:
+    def assemble(self, out: str, *words: object) -> CommandResult:
         """Run `ddm assemble` into a folder beside the islands."""
         known = (
             "--out",
@@ -114,9 +114,9 @@ class Owner:
             "--passphrase-file",
             self.path / "pass",
         )
-        return command("ddm", "assemble", self.run, *known, *words)
+        return run_command("ddm", "assemble", self.run, *known, *words)
 
-    def read(self, verb: str, release: str, *words: object) -> Done:
+    def read(self, verb: str, release: str, *words: object) -> CommandResult:
         """Run a researcher's command on a release."""
         known = ("--root", self.root, "--state", self.path / f"state-{release}")
-        return command("ddm", verb, self.path / release, *known, *words)
+        return run_command("ddm", verb, self.path / release, *known, *words)

@@ -34,7 +34,7 @@ RECIPE = {
 }
 
 
-def plan_of(kind: str = "dit", **training: object) -> Plan:
+def small_plan(kind: str = "dit", **training: object) -> Plan:
     """A plan whose expert is small."""
     changes = {"condition": TEXT} if kind == "mmdit" else {}
     document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]}, **changes)
@@ -42,25 +42,25 @@ def plan_of(kind: str = "dit", **training: object) -> Plan:
     return Plan.parse(to_bytes(document), subject="plan")
 
 
-def task_of(kind: str = "dit", **training: object) -> TrainingTask:
+def small_task(kind: str = "dit", **training: object) -> TrainingTask:
     """The first expert of such a plan, and its inputs in memory."""
     random = torch.Generator().manual_seed(0)
     inputs = {"images": torch.rand(NUM, *SHAPE, generator=random) * 2 - 1}
     if kind == "mmdit":
         inputs["labels"] = torch.rand(NUM, 2, 3, generator=random)
     expert = PlannedExpert(
-        plan_of(kind, **training), "north", 0, None, TrainingSettings(device="cpu").engine
+        small_plan(kind, **training), "north", 0, None, TrainingSettings(device="cpu").engine
     )
     return TrainingTask(expert, inputs, sha256_hex(b"data"))
 
 
 @dataclass
-class Trial:
+class SmallJob:
     """One training in a folder."""
 
     path: Path
     settings: TrainingSettings = TrainingSettings(device="cpu")
-    task: TrainingTask = field(default_factory=task_of)
+    task: TrainingTask = field(default_factory=small_task)
     progress: list[Progress] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 

@@ -16,7 +16,7 @@ Words = list[object]
 
 
 @dataclass(frozen=True)
-class World:
+class WaitingFederation:
     """A federation in a folder with blanks and an umlaut: a release is out, and north's second submission waits."""
 
     tiny: TinyFederation
@@ -53,12 +53,12 @@ class World:
 
     def init(self, name: str = "Klinik Süd", **changes: object) -> Words:
         """`silo init` for a new silo."""
-        given = {
+        options = {
             "id": "west",
             "data": self.path / "north.npz",
             "invitation": self.fed / "invitation.json",
         }
-        given |= {
+        options |= {
             "root-fingerprint": self.fingerprint,
             "passphrase-file": self.path / "pass",
         } | changes
@@ -66,7 +66,7 @@ class World:
             "silo",
             "init",
             self.path / name,
-            *(word for key, value in given.items() for word in (f"--{key}", value)),
+            *(word for key, value in options.items() for word in (f"--{key}", value)),
         ]
 
     def plan(self, **changes: object) -> Words:
@@ -75,8 +75,8 @@ class World:
             tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True))
         )
         np.savez(self.path / "public.npz", images=images(120, 0.0, seed=1))
-        given = {"recipe": self.path / "plan.toml", "public": self.path / "public.npz"} | changes
-        options = [word for key, value in given.items() for word in (f"--{key}", value)]
+        files = {"recipe": self.path / "plan.toml", "public": self.path / "public.npz"} | changes
+        options = [word for key, value in files.items() for word in (f"--{key}", value)]
         return ["aggregator", "plan", self.fed, *options, *self.secret]
 
     def release(self, *words: object) -> Words:
@@ -95,10 +95,10 @@ class World:
         return ["silo", "enroll", self.north, "--out", self.path / "card.json", *words]
 
 
-Step = Callable[[World], object]
+Step = Callable[[WaitingFederation], object]
 
 
-def nothing(world: World) -> None:
+def do_nothing(world: WaitingFederation) -> None:
     """No need to do anything."""
 
 
@@ -116,19 +116,19 @@ class Mistake:
         ends: how that ends.
     """
 
-    typed: Callable[[World], Words]
+    typed: Callable[[WaitingFederation], Words]
     code: int
     says: str
-    spoil: Step = nothing
-    mend: Step = nothing
-    after: Callable[[World], Words] | None = None
+    spoil: Step = do_nothing
+    mend: Step = do_nothing
+    after: Callable[[WaitingFederation], Words] | None = None
     ends: int = 0
 
 
-def edit(name: str, old: str, new: str) -> Step:
+def edit_text(name: str, old: str, new: str) -> Step:
     """Change a text file of the world."""
 
-    def change(world: World) -> None:
+    def change(world: WaitingFederation) -> None:
         path = world.path / name
         text = path.read_text("utf-8")
         assert old in text, (name, old)
@@ -137,16 +137,16 @@ def edit(name: str, old: str, new: str) -> Step:
     return change
 
 
-def move(source: str, target: str) -> Step:
+def move_file(source: str, target: str) -> Step:
     return lambda world: (world.path / source).rename(world.path / target)
 
 
-def copy_of(source: str, target: str) -> Step:
+def copy_file(source: str, target: str) -> Step:
     return lambda world: shutil.copyfile(world.path / source, world.path / target)
 
 
-def flip(name: str, at: int = -3) -> Step:
-    def change(world: World) -> None:
+def flip_bit(name: str, at: int = -3) -> Step:
+    def change(world: WaitingFederation) -> None:
         path = next(world.path.glob(name))
         data = bytearray(path.read_bytes())
         data[at] ^= 1
@@ -155,7 +155,7 @@ def flip(name: str, at: int = -3) -> Step:
     return change
 
 
-def backup(name: str) -> Step:
+def back_up(name: str) -> Step:
     return lambda world: shutil.copyfile(next(world.path.glob(name)), world.path / "backup")
 
 
@@ -163,16 +163,20 @@ def restore(name: str) -> Step:
     return lambda world: shutil.copyfile(world.path / "backup", next(world.path.glob(name)))
 
 
-def both(*steps: Step) -> Step:
+def in_turn(*steps: Step) -> Step:
     return lambda world: [step(world) for step in steps]
 
 
-def status(world: World) -> Words:
+def status_command(world: WaitingFederation) -> Words:
     return ["silo", "status", world.north]
 
 
-def toml(old: str, new: str, says: str) -> Mistake:
+def toml_slip(old: str, new: str, says: str) -> Mistake:
     """A slip in silo.toml, mended where the message says."""
     return Mistake(
-        status, 3, says, edit("north/silo.toml", old, new), edit("north/silo.toml", new, old)
+        status_command,
+        3,
+        says,
+        edit_text("north/silo.toml", old, new),
+        edit_text("north/silo.toml", new, old),
     )

@@ -82,7 +82,7 @@ POISON = (
 )
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def json_paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a JSON value, the whole included."""
     children = (
         value.items()
@@ -91,19 +91,19 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         if isinstance(value, list)
         else ()
     )
-    return [at, *(place for key, child in children for place in places(child, (*at, key)))]
+    return [at, *(place for key, child in children for place in json_paths(child, (*at, key)))]
 
 
-def put(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+def replace_at(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     """Return `value` with `new` at one place."""
     if not at:
         return new
     changed = dict(value) if isinstance(value, dict) else list(value)
-    changed[at[0]] = put(value[at[0]], at[1:], new)
+    changed[at[0]] = replace_at(value[at[0]], at[1:], new)
     return changed
 
 
-def at(value: Any, place: tuple[Any, ...]) -> Any:
+def value_at(value: Any, place: tuple[Any, ...]) -> Any:
     """Return what stands at one place."""
     for key in place:
         value = value[key]
@@ -114,18 +114,18 @@ def with_text(value: Any, place: tuple[Any, ...], text: str, *, sort: bool = Fal
     """Return JSON with `text`, as it is, at one place."""
     mark = "@@here@@"
     spoiled = json.dumps(
-        put(value, place, mark), separators=(",", ":"), sort_keys=sort, ensure_ascii=False
+        replace_at(value, place, mark), separators=(",", ":"), sort_keys=sort, ensure_ascii=False
     )
     return spoiled.replace(f'"{mark}"', text).encode("utf-8", "surrogatepass")
 
 
 @st.composite
-def structured(draw: st.DrawFn, sample: bytes) -> bytes:
+def mutated_json(draw: st.DrawFn, sample: bytes) -> bytes:
     """Change one to three places of a JSON sample; the keys stay sorted, as canonical forms demand."""
     value = json.loads(sample)
     for _ in range(draw(st.integers(0, 2))):
-        place = draw(st.sampled_from(places(value)[1:] or [()]))
-        parent = at(value, place[:-1]) if place else value
+        place = draw(st.sampled_from(json_paths(value)[1:] or [()]))
+        parent = value_at(value, place[:-1]) if place else value
         how = draw(st.sampled_from(["drop", "repeat", "swap", "rename"]))
         if how == "drop" and place:
             kept = (
@@ -133,22 +133,24 @@ def structured(draw: st.DrawFn, sample: bytes) -> bytes:
                 if isinstance(parent, dict)
                 else []
             )
-            value = put(value, place[:-1], kept)
+            value = replace_at(value, place[:-1], kept)
         elif how == "repeat" and isinstance(parent, list):
-            value = put(value, place[:-1], parent * draw(st.sampled_from([2, 300])))
+            value = replace_at(value, place[:-1], parent * draw(st.sampled_from([2, 300])))
         elif how == "swap":
-            value = put(value, place, at(value, draw(st.sampled_from(places(value)))))
+            value = replace_at(
+                value, place, value_at(value, draw(st.sampled_from(json_paths(value))))
+            )
         elif how == "rename" and place and isinstance(parent, dict):
-            value = put(
+            value = replace_at(
                 value, place[:-1], {**parent, draw(st.text(max_size=12)): parent[place[-1]]}
             )
-    place = draw(st.sampled_from(places(value)))
+    place = draw(st.sampled_from(json_paths(value)))
     poison = st.sampled_from(POISON) | st.text(max_size=30).map(json.dumps) | st.integers().map(str)
     return with_text(value, place, draw(poison), sort=True)
 
 
 @st.composite
-def scrambled(draw: st.DrawFn, sample: bytes) -> bytes:
+def scrambled_bytes(draw: st.DrawFn, sample: bytes) -> bytes:
     """Change bytes of a sample without regard to what they mean."""
     data = bytearray(sample)
     for _ in range(draw(st.integers(1, 4))):
@@ -165,9 +167,9 @@ def scrambled(draw: st.DrawFn, sample: bytes) -> bytes:
     return bytes(data)
 
 
-def spoiled(sample: bytes) -> st.SearchStrategy[bytes]:
+def hostile_bytes(sample: bytes) -> st.SearchStrategy[bytes]:
     """Everything at once."""
     trailing = st.sampled_from([b" ", b"\n", b"{}", b"\x00", b",", sample]).map(
         lambda more: sample + more
     )
-    return structured(sample) | scrambled(sample) | trailing | st.binary(max_size=200)
+    return mutated_json(sample) | scrambled_bytes(sample) | trailing | st.binary(max_size=200)

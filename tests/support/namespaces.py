@@ -66,31 +66,31 @@ class Switch:
         links: list[dict[str, Any]] = json.loads(
             _ip("-j", "-n", self._names[host], "address", "show", "dev", "cable0")
         )
-        found = [entry for link in links for entry in link.get("addr_info", [])]
+        entries = [entry for link in links for entry in link.get("addr_info", [])]
         return [
-            f"{each['local']}%cable0" if each["scope"] == "link" else each["local"]
-            for each in found
+            f"{entry['local']}%cable0" if entry["scope"] == "link" else entry["local"]
+            for entry in entries
         ]
 
     def sockets(self, host: str, kind: str) -> list[str]:
         """The local ends of a host's listening (TCP) or open (UDP) sockets that are not bound to loopback."""
         option = {"tcp": "-Hlnt", "udp": "-Hanu"}[kind]
-        done = subprocess.run(
+        result = subprocess.run(
             [*self.inside(host), "ss", option], check=True, capture_output=True, text=True
         )
-        local = [line.split()[3] for line in done.stdout.splitlines()]
+        local = [line.split()[3] for line in result.stdout.splitlines()]
         return [end for end in local if not end.startswith(("127.", "[::1]", "[::ffff:127."))]
 
 
 @contextmanager
-def switched(addresses: Mapping[str, str]) -> Iterator[Switch]:
+def network_switch(addresses: Mapping[str, str]) -> Iterator[Switch]:
     """Such hosts, which are gone afterwards."""
-    found = Switch(addresses)
+    switch = Switch(addresses)
     try:
-        found.lay()
-        yield found
+        switch.lay()
+        yield switch
     finally:
-        found.remove()
+        switch.remove()
 
 
 def _ip(*arguments: str) -> str:

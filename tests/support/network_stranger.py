@@ -44,13 +44,13 @@ HEAD = f"POST /v1/fleet/pull-messages HTTP/1.1\r\n{FIELDS}".encode()
 
 def open_ports(address: str) -> list[int]:
     """Try all 65,535 ports."""
-    found = []
+    ports = []
     for first in range(1, 65536, BATCH):
-        found += _taking(address, range(first, min(first + BATCH, 65536)))
-    return found
+        ports += _accepting_ports(address, range(first, min(first + BATCH, 65536)))
+    return ports
 
 
-def _taking(address: str, ports: range) -> Iterator[int]:
+def _accepting_ports(address: str, ports: range) -> Iterator[int]:
     family, _, _, _, end = socket.getaddrinfo(address, 1, type=socket.SOCK_STREAM)[0]
     with selectors.DefaultSelector() as selector:
         for port in ports:
@@ -69,7 +69,7 @@ def _taking(address: str, ports: range) -> Iterator[int]:
             key.fileobj.close()  # type: ignore[union-attr]
 
 
-def trusting() -> ssl.SSLContext:
+def unverified_tls() -> ssl.SSLContext:
     """A stranger does not mind whose certificate it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -77,10 +77,10 @@ def trusting() -> ssl.SSLContext:
     return context
 
 
-def answers(host: str, port: int) -> dict[str, str]:
+def probe_http(host: str, port: int) -> dict[str, str]:
     """What each request brings; the first without TLS."""
-    asked = {
-        "plain": _answer(
+    answers = {
+        "plain": _send_request(
             host, port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", tls=False
         )
     }
@@ -88,24 +88,26 @@ def answers(host: str, port: int) -> dict[str, str]:
         for target in TARGETS:
             for body in ("", "abc"):  # an empty message of Flower's is a valid one
                 text = f"{method} {target} HTTP/1.1\r\n{FIELDS}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-                asked[f"{method} {target} {body}"] = _answer(host, port, (text + body).encode())
-    return asked
+                answers[f"{method} {target} {body}"] = _send_request(
+                    host, port, (text + body).encode()
+                )
+    return answers
 
 
-def _answer(host: str, port: int, request: bytes, *, tls: bool = True) -> str:
-    found = b""
+def _send_request(host: str, port: int, request: bytes, *, tls: bool = True) -> str:
+    received = b""
     with socket.create_connection((host, port), timeout=60.0) as plain:
-        connection = trusting().wrap_socket(plain) if tls else plain
+        connection = unverified_tls().wrap_socket(plain) if tls else plain
         with suppress(OSError):
             connection.sendall(request)
-            while len(found) < 65536 and (piece := connection.recv(65536)):
-                found += piece
+            while len(received) < 65536 and (piece := connection.recv(65536)):
+                received += piece
         if tls:
             connection.close()
-    return found.decode("latin-1")
+    return received.decode("latin-1")
 
 
-def flowers(host: str, port: int) -> dict[str, int]:
+def probe_with_flower(host: str, port: int) -> dict[str, int]:
     """What Flower's own clients get there."""
     intruder = Intruder([port], [])
     intruder.urls = [f"{scheme}://{host}:{port}" for scheme in ("http", "https")]
@@ -124,7 +126,7 @@ class Flood:
         self.host = host
         self.port = port
         self.held = 0
-        self._tls = trusting()
+        self._tls = unverified_tls()
         self._tasks: dict[str, list[asyncio.Task[None]]] = {"idle": [], "slow": []}
 
     async def hold(self, kind: str, wanted: int) -> None:
@@ -183,7 +185,7 @@ class Flood:
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
         while line := await lines.readline():
-            numbers = [int(each) for each in line.split()]
+            numbers = [int(word) for word in line.split()]
             for kind, number in zip(("idle", "slow"), numbers, strict=True):
                 await self.hold(kind, number)
             while not 0.9 * sum(numbers) <= self.held <= sum(numbers):
@@ -195,7 +197,7 @@ def _client_hello() -> bytes:
     incoming = ssl.MemoryBIO()
     outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        trusting().wrap_bio(incoming, outgoing).do_handshake()
+        unverified_tls().wrap_bio(incoming, outgoing).do_handshake()
     return outgoing.read()
 
 
@@ -208,7 +210,9 @@ def main(verb: str, *arguments: str) -> None:
     host = arguments[0]
     port = int(arguments[1])
     if verb == "ask":
-        print(json.dumps({"answers": answers(host, port), "flower": flowers(host, port)}))
+        print(
+            json.dumps({"answers": probe_http(host, port), "flower": probe_with_flower(host, port)})
+        )
     elif verb == "flood":
         asyncio.run(Flood(host, port).run())
 

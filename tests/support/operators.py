@@ -61,13 +61,13 @@ class Operators:
             str(self.programs / name),
             *(str(argument) for argument in arguments),
         ]
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == code, (
-            f"{name} {arguments}: {done.returncode}: {done.stdout}{done.stderr}"
+        assert result.returncode == code, (
+            f"{name} {arguments}: {result.returncode}: {result.stdout}{result.stderr}"
         )
-        return done.stdout + done.stderr
+        return result.stdout + result.stderr
 
     def serve(self, service: str, name: str, *arguments: object) -> None:
         """Start a service."""
@@ -118,7 +118,7 @@ class Operators:
 
     def pids(self, service: str, pattern: str) -> list[int]:
         """Processes that a service started whose command line holds a text."""
-        found = []
+        pids = []
         for pid in descendants(self.running[service].pid):
             try:
                 line = (
@@ -131,11 +131,11 @@ class Operators:
                 continue
             # A guard's own line holds the whole command; it is not the program.
             if pattern in line and "-m ddm.system.guard {" not in line:
-                found.append(pid)
-        return found
+                pids.append(pid)
+        return pids
 
 
-def found_federation(
+def set_up_federation(
     operators: Operators,
     *,
     host: str = "127.0.0.1",
@@ -204,7 +204,7 @@ def serve_everything(operators: Operators) -> None:
             )
 
 
-def everyone_is_done(operators: Operators) -> bool:
+def all_services_ended(operators: Operators) -> bool:
     """Whether the aggregator and both workers ended well."""
     return all(
         operators.ended(service)

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 
-class Reader(HTMLParser):
+class PageReader(HTMLParser):
     """What a browser would make of a page: its text, its elements, the values of each silo's card."""
 
     def __init__(self, page: str) -> None:
@@ -40,10 +40,10 @@ class Reader(HTMLParser):
             self.cards[self._card][self._term] = self.cards[self._card].get(self._term, "") + data
 
 
-def alive(page: str) -> list[str]:
+def active_content(page: str) -> list[str]:
     """Everything in a page that runs, loads, sends or leads elsewhere."""
-    read = Reader(page)
-    found = [
+    read = PageReader(page)
+    active = [
         tag
         for tag in read.tags
         if tag in {"script", "iframe", "object", "embed", "form", "link", "base"}
@@ -53,5 +53,5 @@ def alive(page: str) -> list[str]:
         if name.startswith("on") or (
             name in {"src", "href", "srcset", "xlink:href", "action"} and not inside
         ):
-            found.append(f"{tag} {name}={value[:40]}")
-    return found + re.findall(r"url\(|@import", page)
+            active.append(f"{tag} {name}={value[:40]}")
+    return active + re.findall(r"url\(|@import", page)

@@ -74,7 +74,7 @@ _WHEN = NOW.isoformat()
 
 
 @dataclass(frozen=True)
-class Door:
+class ParserCase:
     """One way in.
 
     Attributes:
@@ -262,13 +262,13 @@ def island_document() -> dict[str, Any]:
     }
 
 
-def _document(kind: type[Document], sample: dict[str, Any]) -> Door:
+def _document(kind: type[Document], sample: dict[str, Any]) -> ParserCase:
     parse = lambda data: kind.parse(data, subject="document")  # noqa: E731
-    return Door(json.dumps(sample).encode(), parse, again=lambda value: value.encode())
+    return ParserCase(json.dumps(sample).encode(), parse, again=lambda value: value.encode())
 
 
-def _tuf(kind: type[Any], name: str) -> Door:
-    return Door(
+def _tuf(kind: type[Any], name: str) -> ParserCase:
+    return ParserCase(
         metadata()[name],
         lambda data: parse_metadata(data, kind, name),
         again=lambda value: value.to_bytes(),
@@ -331,7 +331,7 @@ def _format(kind: type[Document]) -> dict[str, str]:
 
 
 @cache
-def doors() -> Mapping[str, Door]:
+def document_parsers() -> Mapping[str, ParserCase]:
     """Every parser of documents and metadata, by name."""
     role = {"plan_id": PLAN, "silo_id": "north", "key": KEY.public, "now": NOW}
     root = payload_of(parse_metadata(metadata()["root"], Root, "root").signed).decode()
@@ -384,21 +384,21 @@ def doors() -> Mapping[str, Door]:
         "key rotation": _document(KeyRotation, rotation),
         "rotated card": _document(RotatedCard, rotated),
         "key history": _document(KeyHistory, history),
-        "sealed rotation": Door(
+        "sealed rotation": ParserCase(
             both, open_rotation, (DocumentError, SignatureError), limit=MAX_ROTATION_BYTES
         ),
         "request": _document(SigningRequest, request | {"before": root, "root": root}),
         "holder's signature": _document(HolderSignature, answer | {"signature": "0" * 128}),
-        "sealed receipt": Door(
+        "sealed receipt": ParserCase(
             sealed,
             lambda data: open_sealed(data, "receipt", KEY.public, 65536),
             (DocumentError, SignatureError),
         ),
-        "request to sign": Door(json.dumps(request).encode(), _sign_request),
+        "request to sign": ParserCase(json.dumps(request).encode(), _sign_request),
         "log's consistency": _document(
             ConsistencyProofs, {"proofs": [{"size": 3, "hashes": ["A" * 43 + "="]}]}
         ),
-        "log's entry": Door(
+        "log's entry": ParserCase(
             encode_entry(SiloEnrolled(silo_id="north", key_fingerprint=DIGEST)),
             lambda data: parse_entry(data, "entry"),
             again=encode_entry,
@@ -408,7 +408,7 @@ def doors() -> Mapping[str, Door]:
         "targets": _tuf(Targets, "targets"),
         "snapshot": _tuf(Snapshot, "snapshot"),
         "timestamp": _tuf(Timestamp, "timestamp"),
-        "silo's role": Door(
+        "silo's role": ParserCase(
             silo_role(),
             lambda data: verify_silo_metadata(data, **role),
             (TrustError, FormatError),
@@ -418,7 +418,7 @@ def doors() -> Mapping[str, Door]:
 
 
 @cache
-def texts() -> Mapping[str, Door]:
+def log_parsers() -> Mapping[str, ParserCase]:
     """Every parser of the log's own formats, which are no JSON, by name."""
     key = VerifierKey("archipelago/digits/0123456789abcdef", KEY.public)
     lines = [
@@ -434,26 +434,26 @@ def texts() -> Mapping[str, Door]:
         return InclusionProof.parse(data, "proof").check(lines[1], [key], "proof")
 
     return {
-        "note": Door(
+        "note": ParserCase(
             signed.encode(),
             lambda data: SignedNote.parse(data, "note"),
             again=lambda note: note.encode(),
         ),
-        "checkpoint": Door(
+        "checkpoint": ParserCase(
             signed.encode(), lambda data: open_checkpoint(data, [key], "checkpoint"), refusals
         ),
-        "proof": Door(
+        "proof": ParserCase(
             proof.encode(),
             lambda data: InclusionProof.parse(data, "proof"),
-            again=lambda found: found.encode(),
+            again=lambda proof: proof.encode(),
         ),
-        "checked proof": Door(proof.encode(), checked, refusals),
-        "verifier key": Door(
+        "checked proof": ParserCase(proof.encode(), checked, refusals),
+        "verifier key": ParserCase(
             str(key).encode(),
             lambda data: VerifierKey.parse(data.decode("utf-8", "replace")),
-            again=lambda found: str(found).encode(),
+            again=lambda verifier_key: str(verifier_key).encode(),
         ),
-        "entry bundle": Door(
+        "entry bundle": ParserCase(
             encode_bundle(lines), lambda data: parse_bundle(data, 3, "bundle"), again=encode_bundle
         ),
     }
@@ -477,7 +477,7 @@ REPLIES = {
 }
 
 
-def records(document: str, data: bytes | None) -> RecordDict:
+def message_records(document: str, data: bytes | None) -> RecordDict:
     """Pack a document that may be anything."""
     packed = RecordDict({"head": ConfigRecord({"document": document})})
     if data:
@@ -486,19 +486,22 @@ def records(document: str, data: bytes | None) -> RecordDict:
     return packed
 
 
-def _message(envelope: Envelope[Any], decode: Callable[..., Any]) -> Door:
+def _message(envelope: Envelope[Any], decode: Callable[..., Any]) -> ParserCase:
     def parse(data: bytes) -> Any:
         # Flower carries text, so bytes that are none never come this far.
         return decode(
-            records(data.decode("utf-8", "replace"), envelope.data), max_bytes=MAX_SHARD_BYTES
+            message_records(data.decode("utf-8", "replace"), envelope.data),
+            max_bytes=MAX_SHARD_BYTES,
         )
 
-    again = lambda found: str(encode(found)["head"]["document"]).encode()  # noqa: E731
-    return Door(envelope.message.model_dump_json().encode(), parse, again=again, limit=1024 * 1024)
+    again = lambda message: str(encode(message)["head"]["document"]).encode()  # noqa: E731
+    return ParserCase(
+        envelope.message.model_dump_json().encode(), parse, again=again, limit=1024 * 1024
+    )
 
 
 @cache
-def messages() -> Mapping[str, Door]:
+def message_parsers() -> Mapping[str, ParserCase]:
     """Every message between aggregator and courier, by name; its bytes travel unchanged."""
     return {name: _message(envelope, decode_request) for name, envelope in REQUESTS.items()} | {
         name: _message(envelope, decode_reply) for name, envelope in REPLIES.items()

@@ -7,7 +7,7 @@ from ddm.images import ImageError, read_pictures
 from ddm.images.picture import DecodedPicture
 
 
-def pictures(path: Path) -> Iterator[DecodedPicture]:
+def read_all_pictures(path: Path) -> Iterator[DecodedPicture]:
     """Yield the pictures; raise the first error."""
     for picture in read_pictures(path):
         if isinstance(picture, ImageError):

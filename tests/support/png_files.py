@@ -18,12 +18,12 @@ _ADAM7 = (
 )
 
 
-def chunk(name: bytes, data: bytes) -> bytes:
+def png_chunk(name: bytes, data: bytes) -> bytes:
     """Return one chunk."""
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def png(
+def encode_png(
     samples: np.ndarray,
     depth: int,
     colour: int,
@@ -50,7 +50,7 @@ def png(
     for top, left, down, across in passes:
         part = samples[top::down, left::across]
         if part.size:
-            raw += _filtered(_rows(part, depth), max(1, depth * channels // 8))
+            raw += _apply_filters(_row_bytes(part, depth), max(1, depth * channels // 8))
     packed = zlib.compress(raw)
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)),
@@ -60,10 +60,10 @@ def png(
         (b"IDAT", packed[start : start + idat_bytes]) for start in range(0, len(packed), idat_bytes)
     ]
     chunks += [*after, (b"IEND", b"")]
-    return SIGNATURE + b"".join(chunk(name, data) for name, data in chunks)
+    return SIGNATURE + b"".join(png_chunk(name, data) for name, data in chunks)
 
 
-def _rows(part: np.ndarray, depth: int) -> np.ndarray:
+def _row_bytes(part: np.ndarray, depth: int) -> np.ndarray:
     flat = part.reshape(len(part), -1)
     if depth == 16:
         return np.ascontiguousarray(flat.astype(">u2")).view(np.uint8)
@@ -73,7 +73,7 @@ def _rows(part: np.ndarray, depth: int) -> np.ndarray:
     return np.packbits(digits.reshape(len(part), -1), axis=1)
 
 
-def _filtered(rows: np.ndarray, step: int) -> bytes:
+def _apply_filters(rows: np.ndarray, step: int) -> bytes:
     """Apply filter 0 to the first row, 1 to the second, and so on."""
     data = b""
     above = np.zeros(rows.shape[1], int)

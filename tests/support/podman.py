@@ -46,11 +46,11 @@ class Podman:
     ) -> "subprocess.CompletedProcess[bytes]":
         """Run podman to its end."""
         command = [*self.prefix, "podman", *map(str, words)]
-        done = subprocess.run(command, input=stdin, capture_output=True, check=False)
-        assert not check or done.returncode == 0, (done.stdout + done.stderr).decode(
+        result = subprocess.run(command, input=stdin, capture_output=True, check=False)
+        assert not check or result.returncode == 0, (result.stdout + result.stderr).decode(
             errors="replace"
         )[-4000:]
-        return done
+        return result
 
     def configure(self) -> None:
         """Write what this machine needs: no more than its own limits, and the machine reachable from a container."""
@@ -112,9 +112,9 @@ class Podman:
 def podman_user(name: str) -> Iterator[Podman]:
     """An ordinary user with containers of its own."""
     subprocess.run(["useradd", "--create-home", name], check=True, capture_output=True)
-    found = pwd.getpwnam(name)
-    runtime = Path(f"/run/user/{found.pw_uid}")
-    podman = Podman(name, Path(found.pw_dir), runtime)
+    entry = pwd.getpwnam(name)
+    runtime = Path(f"/run/user/{entry.pw_uid}")
+    podman = Podman(name, Path(entry.pw_dir), runtime)
     try:
         # of an earlier user with this number, whose test was killed
         shutil.rmtree(runtime, ignore_errors=True)

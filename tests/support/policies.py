@@ -8,7 +8,7 @@ from silo.config import DataPolicy, Policy
 _USUAL: dict[str, dict[str, Any]] = {"privacy": {"unit": "image"}, "training": {"min_images": 20}}
 
 
-def ordinary(policy: Policy | None = None, shape: Sequence[int] = (1, 8, 8)) -> Policy:
+def ordinary_policy(policy: Policy | None = None, shape: Sequence[int] = (1, 8, 8)) -> Policy:
     """Return a policy that counts images, takes few of them, and declares arrays of this shape, unless it says so."""
     policy = policy or Policy()
     changes: dict[str, Any] = {}

@@ -47,7 +47,7 @@ class PretendGpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return self.device_of(args[0])
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
@@ -56,15 +56,15 @@ class PretendGpu(TorchFunctionMode):
         if func == Tensor.pin_memory:
             return args[0]
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu):
-            return self._moved(func, *args, **given)
-        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+            return self._moved(func, *args, **options)
+        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         here = [self.device_of(tensor) == GPU for tensor in tensors]
         self._check(func, tensors, here)
         becomes_gpus = any(here)
-        if given.get("device") is not None:
-            becomes_gpus = torch.device(given["device"]).type == "cuda"
-            given["device"] = CPU
-        result = func(*args, **given)
+        if options.get("device") is not None:
+            becomes_gpus = torch.device(options["device"]).type == "cuda"
+            options["device"] = CPU
+        result = func(*args, **options)
         if becomes_gpus:
             self._keep(result)
         return result
@@ -76,9 +76,9 @@ class PretendGpu(TorchFunctionMode):
         changed = func.__name__.endswith("_") and not func.__name__.endswith("__")
         fewest = 0 if changed and not here[0] else 1
         others = [
-            each
-            for each, is_here in zip(tensors, here, strict=True)
-            if not is_here and each.dim() >= fewest
+            tensor
+            for tensor, is_here in zip(tensors, here, strict=True)
+            if not is_here and tensor.dim() >= fewest
         ]
         if any(here) and others and func not in _CROSSING and not (func in _INDEXING and here[0]):
             places = ", ".join(
@@ -87,7 +87,12 @@ class PretendGpu(TorchFunctionMode):
             raise RuntimeError(f"{func.__name__} of tensors on two devices: {places}")
 
     def _moved(
-        self, func: Callable[..., Any], tensor: Tensor, *args: Any, copy: bool = False, **given: Any
+        self,
+        func: Callable[..., Any],
+        tensor: Tensor,
+        *args: Any,
+        copy: bool = False,
+        **options: Any,
     ) -> Tensor:
         before = self.device_of(tensor)
         dtype = None
@@ -95,7 +100,7 @@ class PretendGpu(TorchFunctionMode):
             after = self.device_of(args[0])
             dtype = args[0].dtype
         elif func == Tensor.to:
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **given)
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
             after = before if device is None else GPU if device.type == "cuda" else CPU
         else:
             after = GPU if func == Tensor.cuda else CPU
@@ -137,6 +142,6 @@ class _InTurn:
     def __exit__(self, *raised: object) -> None:
         pass
 
-    def map(self, work: Callable[..., Any], *given: Iterable[Any]) -> Iterator[Any]:
+    def map(self, work: Callable[..., Any], *columns: Iterable[Any]) -> Iterator[Any]:
         """Work through it."""
-        return map(work, *given)
+        return map(work, *columns)

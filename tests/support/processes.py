@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.waiting import LIMIT_S
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether a process still runs."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -18,10 +18,12 @@ def alive(pid: int) -> bool:
     return fields[0] not in ("Z", "X") or int(fields[17]) > 1
 
 
-def children(pid: int) -> list[int]:
+def running_children(pid: int) -> list[int]:
     """The processes that a process started and that still run."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(each) for path in found for each in path.read_text().split() if alive(int(each))]
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [
+        int(child) for path in lists for child in path.read_text().split() if is_running(int(child))
+    ]
 
 
 def wait_for_end(pid: int, timeout_s: float = LIMIT_S) -> None:

@@ -19,9 +19,9 @@ from ddm.publishing.keys import load_key
 from ddm.publishing.pages import PAGE_NAMES
 from ddm.publishing.staging import StagedVersion
 from ddm.trust.keys import SigningKey
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 CHANGES = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync")
 
@@ -56,17 +56,19 @@ def publish_changed_manifest(
     patch.setattr("ddm.islands.assemble.draft_manifest", changed)
 
 
-def again(tiny: TinyFederation, out: Path, **options: object) -> Publication:
+def publish_next_version(tiny: TinyFederation, out: Path, **options: object) -> Publication:
     """Publish where things stand."""
     return publish(tiny.federation, PASSPHRASE, out, **options)  # type: ignore[arg-type]
 
 
-def opened(published: Published, release: Path, state: Path | None = None) -> Release:
+def verify_release(
+    published: PublishedRelease, release: Path, state: Path | None = None
+) -> Release:
     """Verify a release as a researcher."""
     return open_release(release, root=published.root, state=state)
 
 
-def files(folder: Path) -> dict[str, str]:
+def file_digests(folder: Path) -> dict[str, str]:
     """Every file below a folder by its digest."""
     return {
         path.relative_to(folder).as_posix(): sha256_file(path)
@@ -80,11 +82,11 @@ def receipts_key(tiny: TinyFederation) -> SigningKey:
     return load_key(tiny.federation, "receipts", PASSPHRASE)
 
 
-def copied(published: Published, folder: Path) -> Published:
+def copy_without_sites(published: PublishedRelease, folder: Path) -> PublishedRelease:
     """The federation alone, without the sites, in a new place."""
     federation = type(published.tiny.federation)(folder / "fed")
     shutil.copytree(published.tiny.federation.path, federation.path)
-    return Published(
+    return PublishedRelease(
         published.release, published.root, published.plan_id, TinyFederation(folder, federation, {})
     )
 
@@ -96,7 +98,7 @@ def least_memory(release: Release, num: int = 1, batch: int = 1, steps: int = 1)
     return opening_bytes(release.plan, len(sizes)) + drawing + max(sizes)
 
 
-def killed_at(step: int, act: Callable[[], object]) -> bool:
+def kill_at_step(step: int, act: Callable[[], object]) -> bool:
     """Act in a forked process that is killed right before its n-th change on disk; tell whether it got that far."""
     left = step
 
@@ -115,6 +117,6 @@ def killed_at(step: int, act: Callable[[], object]) -> bool:
             setattr(os, name, deadly(getattr(os, name)))
         act()
 
-    code = ended(forked(act_until_killed))
+    code = wait_for_exit(fork_process(act_until_killed))
     assert code in (0, -signal.SIGKILL), "it failed by itself"
     return code != 0

@@ -19,7 +19,7 @@ SIDE = 4
 
 
 @dataclass(frozen=True)
-class World:
+class RouterProblem:
     """Public images with their groups, and silos' images with theirs."""
 
     public: Tensor
@@ -43,14 +43,16 @@ class World:
     def released(self, sketch: Sketch, t_r: float, seed: int = 0) -> dict[str, Tensor]:
         """Sketches noised to `t_r`; a test may seed what a silo must not."""
         generator = torch.Generator().manual_seed(seed)
-        found = {}
+        released = {}
         for k, silo in enumerate(self.silos):
             n = torch.randn(len(silo), RANK, generator=generator, dtype=torch.float64)
-            found[f"silo{k}"] = ((1 - t_r) * sketch.project(silo) + t_r / sketch.scale * n).float()
-        return found
+            released[f"silo{k}"] = (
+                (1 - t_r) * sketch.project(silo) + t_r / sketch.scale * n
+            ).float()
+        return released
 
 
-class Sharper:
+class OverconfidentRouter:
     """A router that is surer than it may be, the more so the less noise there is: one temperature mends it."""
 
     def __init__(self, router: Router, factor: float) -> None:
@@ -64,9 +66,9 @@ class Sharper:
         return factor_B[:, None] * self.router.log_likelihood(x_B, t_B)
 
 
-def make_world(
+def make_problem(
     shares: list[list[float]], sizes: list[int], shift: float = 0.0, seed: int = 0
-) -> World:
+) -> RouterProblem:
     """Draw a world; `shift` moves the last silo's images within their groups, which no histogram shows."""
     rng = np.random.default_rng(seed)
     centre = 1.5 * rng.standard_normal((GROUPS, SIDE * SIDE))
@@ -79,7 +81,7 @@ def make_world(
     public_group = np.arange(800) % GROUPS
     groups = [rng.choice(GROUPS, size, p=share) for size, share in zip(sizes, shares, strict=True)]
     silos = [draw(group, shift if k == len(groups) - 1 else 0.0) for k, group in enumerate(groups)]
-    return World(
+    return RouterProblem(
         public=draw(public_group),
         public_group=torch.from_numpy(public_group),
         silos=silos,
@@ -87,13 +89,13 @@ def make_world(
     )
 
 
-def one_each(num_silos: int) -> Layout:
+def one_expert_per_silo(num_silos: int) -> Layout:
     """One expert a silo."""
     parts = [[ExpertPart(f"silo{k}", None, tuple(range(GROUPS)))] for k in range(num_silos)]
     return Layout.of(SiloPartition(min_images=1), parts)
 
 
-def clustered(num_silos: int = 2) -> Layout:
+def clustered_layout(num_silos: int = 2) -> Layout:
     """Two experts a silo, one for the first half of the groups."""
     halves = (tuple(range(GROUPS // 2)), tuple(range(GROUPS // 2, GROUPS)))
     parts = [
@@ -103,7 +105,7 @@ def clustered(num_silos: int = 2) -> Layout:
     return Layout.of(SiloClusterPartition(min_images=1), parts)
 
 
-def dealt(num_silos: int = 2) -> Layout:
+def random_layout(num_silos: int = 2) -> Layout:
     """Two experts a silo, its images dealt at random."""
     parts = [
         [ExpertPart(f"silo{k}-{c}", None, tuple(range(GROUPS))) for c in range(2)]

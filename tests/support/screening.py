@@ -30,13 +30,13 @@ _SLOW = 0.3
 _GAIN = 2.0
 
 
-def public(seed: int = 90) -> Tensor:
+def public_images(seed: int = 90) -> Tensor:
     """Public images of all silos, those to hold out among those to fit on."""
-    found = np.stack([images(200, centre, seed) for centre in (-0.5, 0.5)], 1).reshape(-1, *SHAPE)
-    return torch.from_numpy(found)
+    drawn = np.stack([images(200, centre, seed) for centre in (-0.5, 0.5)], 1).reshape(-1, *SHAPE)
+    return torch.from_numpy(drawn)
 
 
-def trained(
+def train_expert(
     folder: Path,
     made_of: Tensor,
     training: Training = TRAINING,
@@ -58,31 +58,31 @@ def trained(
     ).ema
 
 
-def wild_at(weights: dict[str, Tensor], t: float, factor: float) -> dict[str, Tensor]:
+def make_wild_at(weights: dict[str, Tensor], t: float, factor: float) -> dict[str, Tensor]:
     """Return a transformer's weights changed so that the last layer's input is about `factor` times as large at one t.
 
     One unit of the time's network fires within about 0.001 of t alone: its weights are the waves that all peak there.
     It drives one entry of the condition, which only scales the last layer.
     """
-    found = {name: value.clone() for name, value in weights.items()}
+    changed = {name: value.clone() for name, value in weights.items()}
     half = TIME_FEATURES // 2
-    hidden = found["head.weight"].shape[1]
+    hidden = changed["head.weight"].shape[1]
     frequency = 1000.0 * torch.exp(-np.log(10_000.0) * torch.arange(half) / half)
     fast = (frequency > _FAST).float()
     slow = (frequency < _SLOW).float()
     # The cosines of slow waves are about 1 for every t: together they are a bias that no single weight shows.
     bias = -(float(fast.sum()) - 2.0) / float(slow.sum())
-    unit = int(found["time.mlp.2.weight"].norm(dim=0).argmin())
-    entry = int(found["modulation.weight"].norm(dim=0).argmin())
+    unit = int(changed["time.mlp.2.weight"].norm(dim=0).argmin())
+    entry = int(changed["modulation.weight"].norm(dim=0).argmin())
     waves = torch.cat(
         [fast * torch.cos(frequency * t) + bias * slow, fast * torch.sin(frequency * t)]
     )
-    found["time.mlp.0.weight"][unit] = _GAIN * waves
-    found["time.mlp.0.bias"][unit] = 0.0
-    found["time.mlp.2.weight"][entry] = 0.0
-    found["time.mlp.2.weight"][:, unit] = 0.0
-    found["time.mlp.2.weight"][entry, unit] = 8.0
-    found["time.mlp.2.bias"][entry] = 0.0
-    found["modulation.weight"][:, entry] = 0.0
-    found["modulation.weight"][-hidden:, entry] = factor / (8.0 * 2.0 * _GAIN)
-    return found
+    changed["time.mlp.0.weight"][unit] = _GAIN * waves
+    changed["time.mlp.0.bias"][unit] = 0.0
+    changed["time.mlp.2.weight"][entry] = 0.0
+    changed["time.mlp.2.weight"][:, unit] = 0.0
+    changed["time.mlp.2.weight"][entry, unit] = 8.0
+    changed["time.mlp.2.bias"][entry] = 0.0
+    changed["modulation.weight"][:, entry] = 0.0
+    changed["modulation.weight"][-hidden:, entry] = factor / (8.0 * 2.0 * _GAIN)
+    return changed

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def load(path: Path) -> ModuleType:
+def load_script(path: Path) -> ModuleType:
     """Run a script's definitions; its `main` is not called."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -3,7 +3,7 @@
 import random
 
 
-class Seeded:
+class SeededNoise:
     """A `ddm.privacy.noise.Noise` of a seed."""
 
     def __init__(self, seed: int) -> None:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitFile:
     """What a unit file says, each setting as a list of its values, still quoted."""
 
     settings: dict[str, list[str]]
 
     @classmethod
-    def read(cls, path: Path) -> "Unit":
+    def read(cls, path: Path) -> "UnitFile":
         """Read a unit file; lines that end in a backslash go on."""
-        found: dict[str, list[str]] = {}
+        settings: dict[str, list[str]] = {}
         for line in re.sub(r"\\\n", " ", path.read_text("utf-8")).splitlines():
             if line and not line.startswith(("#", "[")):
                 name, _, value = line.partition("=")
-                found.setdefault(name, []).append(value.strip())
-        return cls(found)
+                settings.setdefault(name, []).append(value.strip())
+        return cls(settings)
 
     def command(self, name: str = "ExecStart") -> list[str]:
         """The words of its command."""

@@ -18,28 +18,28 @@ NODES = ("first", "second")
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
 
 
-def missing() -> list[str]:
+def missing_programs() -> list[str]:
     """The programs that are not installed; Debian's packages slurm-wlm and munge bring them."""
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name, path=_PATH)
-    assert found is not None, f"{name} is not installed"
-    return found
+    path = shutil.which(name, path=_PATH)
+    assert path is not None, f"{name} is not installed"
+    return path
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
+def run_slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Run it until the block ends; yield the environment in which its commands find it."""
     munge = folder / "munge"
     state = folder / "state"
-    for each in (folder, munge, state):
-        each.mkdir(mode=0o711, exist_ok=True)
-    for each in folder.absolute().parents:  # munged wants to be reachable
-        if each.stat().st_uid == os.getuid() and each != Path("/"):
+    for directory in (folder, munge, state):
+        directory.mkdir(mode=0o711, exist_ok=True)
+    for directory in folder.absolute().parents:  # munged wants to be reachable
+        if directory.stat().st_uid == os.getuid() and directory != Path("/"):
             with suppress(PermissionError):
-                each.chmod(each.stat().st_mode | 0o111)
+                directory.chmod(directory.stat().st_mode | 0o111)
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*words: object, log: str) -> None:
@@ -83,8 +83,8 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 def _num_idle(environment: dict[str, str]) -> int:
     words = [_program("sinfo"), "--noheader", "--Node", "--format=%t"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    return done.stdout.split().count("idle")
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    return result.stdout.split().count("idle")
 
 
 def _configuration(folder: Path) -> str:

@@ -27,7 +27,7 @@ SOUTH = "south"
 
 
 @dataclass(frozen=True)
-class Case:
+class CommandCase:
     """A command, and what must be as after an undisturbed run once it was given again.
 
     Attributes:
@@ -152,7 +152,7 @@ DISTIL = ("ddm", "distill", "{at}/release", *_ROOT, "--num", "8", "--steps", "6"
 CASES = {
     case.name: case
     for case in (
-        Case(
+        CommandCase(
             "aggregator init",
             "empty",
             (
@@ -168,7 +168,7 @@ CASES = {
             instead={6: _STATUS},
             checks=(("aggregator", "rotate", "{at}/fed", "root", *_KEYS),),
         ),
-        Case(
+        CommandCase(
             "silo init",
             "empty",
             (
@@ -201,18 +201,18 @@ CASES = {
                 ),
             ),
         ),
-        Case(
+        CommandCase(
             "silo enroll",
             "founded",
             ("silo", "enroll", "{at}/north", "--out", "{at}/card.json", *_KEYS),
         ),
-        Case(
+        CommandCase(
             "aggregator enroll",
             "founded",
             ("aggregator", "enroll", "{at}/fed", "{at}/north.card.json"),
             checks=(_STATUS,),
         ),
-        Case(
+        CommandCase(
             "aggregator plan",
             "founded",
             (
@@ -228,7 +228,7 @@ CASES = {
             ),
             checks=(_STATUS,),
         ),
-        Case(
+        CommandCase(
             "silo approve",
             "waiting",
             ("silo", "approve", "{at}/north", "--digest", "{draft}"),
@@ -239,9 +239,11 @@ CASES = {
             ),
             checks=(_DECISIONS,),
         ),
-        Case("silo pause", "waiting", ("silo", "pause", "{at}/north"), checks=(_DECISIONS,)),
-        Case("silo resume", "paused", ("silo", "resume", "{at}/north"), checks=(_DECISIONS,)),
-        Case(
+        CommandCase("silo pause", "waiting", ("silo", "pause", "{at}/north"), checks=(_DECISIONS,)),
+        CommandCase(
+            "silo resume", "paused", ("silo", "resume", "{at}/north"), checks=(_DECISIONS,)
+        ),
+        CommandCase(
             "silo withdraw",
             "waiting",
             ("silo", "withdraw", "{at}/north", *_KEYS),
@@ -249,7 +251,7 @@ CASES = {
             instead={34: ("silo", "status", _NORTH)},
             checks=(_DECISIONS,),
         ),
-        Case(
+        CommandCase(
             "aggregator router",
             "accepted",
             ("aggregator", "router", "{at}/fed"),
@@ -259,23 +261,23 @@ CASES = {
             ),
             checks=(_STATUS, _PUBLISH, _VERIFY),
         ),
-        Case(
+        CommandCase(
             "silo rotate",
             "accepted",
             ("silo", "rotate", "{at}/north", "--out", "{at}/card.json", *_KEYS),
             checks=(("aggregator", "enroll", "{at}/fed", "{at}/card.json"), _DECISIONS),
         ),
-        Case(
+        CommandCase(
             "aggregator withdraw",
             "accepted",
             ("aggregator", "withdraw", "{at}/fed", NORTH, "--reason", "a test", *_KEYS),
             checks=(_STATUS, ("aggregator", "router", "{at}/fed"), _PUBLISH, _VERIFY),
         ),
-        Case(
+        CommandCase(
             "aggregator publish", "routed", _PUBLISH, instead={6: _AGAIN}, checks=(_VERIFY, _STATUS)
         ),
         *(
-            Case(
+            CommandCase(
                 f"aggregator rotate {key}",
                 "routed",
                 ("aggregator", "rotate", "{at}/fed", key, *_KEYS),
@@ -283,28 +285,28 @@ CASES = {
             )
             for key in ROTATED
         ),
-        Case(
+        CommandCase(
             "aggregator admit",
             "routed",
             ("aggregator", "admit", "{at}/fed", NORTH, "--reason", "a test", "--units", "30"),
             instead={3: _STATUS},
             checks=(_STATUS, ("aggregator", "router", "{at}/fed"), _PUBLISH, _VERIFY),
         ),
-        Case(
+        CommandCase(
             "aggregator remove",
             "published",
             ("aggregator", "remove", "{at}/fed", NORTH, "--reason", "a test", *_KEYS),
             instead={4: _STATUS},
             checks=(_STATUS,),
         ),
-        Case(
+        CommandCase(
             "aggregator log",
             "published",
             ("aggregator", "log", "{at}/fed", *_KEYS),
             checks=(_STATUS,),
         ),
-        Case("ddm verify", "published", ("ddm", "verify", "{at}/release", *_ROOT)),
-        Case(
+        CommandCase("ddm verify", "published", ("ddm", "verify", "{at}/release", *_ROOT)),
+        CommandCase(
             "ddm sample",
             "published",
             (
@@ -321,7 +323,7 @@ CASES = {
             ),
             same=("drawn.npz",),
         ),
-        Case(
+        CommandCase(
             "ddm distill",
             "published",
             DISTIL,

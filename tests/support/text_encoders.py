@@ -34,7 +34,7 @@ _T5_LIKE = {
 }
 
 
-def network(kind: str, seed: int = 0) -> nn.Module:
+def make_encoder(kind: str, seed: int = 0) -> nn.Module:
     """Build a network, with its configuration as `config`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of imports
@@ -72,7 +72,7 @@ def network(kind: str, seed: int = 0) -> nn.Module:
     return net.eval()
 
 
-def save(folder: Path, net: nn.Module, unknown: str | None = "<unk>") -> Path:
+def save_encoder(folder: Path, net: nn.Module, unknown: str | None = "<unk>") -> Path:
     """Write what a folder of a published encoder holds."""
     folder.mkdir(parents=True)
     config: Any = net.config

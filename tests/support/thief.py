@@ -12,7 +12,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.metadata import attach, payload_of
 
 
-def forged(path: Path, key: SigningKey, change: Callable[[dict[str, Any]], object]) -> None:
+def forge_metadata(path: Path, key: SigningKey, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the signed part of a metadata file, and sign it again with one key."""
     document = json.loads(path.read_bytes())
     change(document["signed"])
@@ -21,7 +21,7 @@ def forged(path: Path, key: SigningKey, change: Callable[[dict[str, Any]], objec
     path.write_bytes(attach(signed, {key.public: key.sign(payload_of(signed))}))
 
 
-def listed_again(metadata: Path, online: SigningKey, *names: str, **versions: int) -> None:
+def list_again(metadata: Path, online: SigningKey, *names: str, **versions: int) -> None:
     """Sign snapshot and timestamp over changed files, as the thief of the online key does.
 
     Args:
@@ -44,5 +44,5 @@ def listed_again(metadata: Path, online: SigningKey, *names: str, **versions: in
         signed["meta"]["snapshot.json"] = entry("snapshot.json")
         signed["version"] = versions.get("timestamp", signed["version"])
 
-    forged(metadata / "snapshot.json", online, snapshot)
-    forged(metadata / "timestamp.json", online, timestamp)
+    forge_metadata(metadata / "snapshot.json", online, snapshot)
+    forge_metadata(metadata / "timestamp.json", online, timestamp)

@@ -22,7 +22,7 @@ _LONG8 = 16
 _LETTERS = {1: "B", 3: "H", 4: "I", 5: "I", 7: "B", 12: "d", 16: "Q"}
 
 
-def tiff(*pages: Mapping[str, Any], order: str = "<", big: bool = False) -> bytes:
+def encode_tiff(*pages: Mapping[str, Any], order: str = "<", big: bool = False) -> bytes:
     """Return a file; each page has `segments`, a list of bytes, and `tags`, values by number or (type, values)."""
     offset_letter, offset_size = ("Q", 8) if big else ("I", 4)
     mark = b"II" if order == "<" else b"MM"
@@ -44,7 +44,7 @@ def tiff(*pages: Mapping[str, Any], order: str = "<", big: bool = False) -> byte
         tags[325 if is_tiled else 279] = (_LONG, [len(segment) for segment in page["segments"]])
         entries = []
         for tag in sorted(tags):
-            kind, values = _typed(tags[tag])
+            kind, values = _type_and_values(tags[tag])
             data = (
                 values
                 if isinstance(values, bytes)
@@ -73,7 +73,7 @@ def tiff(*pages: Mapping[str, Any], order: str = "<", big: bool = False) -> byte
     return bytes(file)
 
 
-def _typed(value: Any) -> tuple[int, Any]:
+def _type_and_values(value: Any) -> tuple[int, Any]:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], list | bytes):
         return value
     if isinstance(value, bytes):
@@ -83,7 +83,7 @@ def _typed(value: Any) -> tuple[int, Any]:
     return (_LONG if value > 65535 else _SHORT), [value]
 
 
-def page(
+def tiff_page(
     samples: np.ndarray,
     *,
     bits: int | None = None,
@@ -110,8 +110,8 @@ def page(
                 if tile:
                     short = (segment_rows - part.shape[0], segment_width - part.shape[1])
                     part = np.pad(part, ((0, short[0]), (0, short[1]), (0, 0)))
-                segments.append(_packed(_stored(part, bits, order, predictor), compression))
-    found = {
+                segments.append(_compress(_segment_rows(part, bits, order, predictor), compression))
+    fields = {
         256: width,
         257: height,
         258: [bits or 8 * samples.itemsize] * num,
@@ -122,17 +122,17 @@ def page(
         339: [number] * num,
     }
     if tile:
-        found |= {322: tile[1], 323: tile[0]}
+        fields |= {322: tile[1], 323: tile[0]}
     else:
-        found[278] = segment_rows
+        fields[278] = segment_rows
     if predictor != 1:
-        found[317] = predictor
+        fields[317] = predictor
     if extra:
-        found[338] = list(extra)
-    return {"segments": segments, "tags": found | dict(tags or {})}
+        fields[338] = list(extra)
+    return {"segments": segments, "tags": fields | dict(tags or {})}
 
 
-def _stored(part: np.ndarray, bits: int | None, order: str, predictor: int) -> np.ndarray:
+def _segment_rows(part: np.ndarray, bits: int | None, order: str, predictor: int) -> np.ndarray:
     """Return the bytes of a segment, a row in each row."""
     if bits is not None and bits % 8:
         flat = part.reshape(len(part), -1).astype(np.uint32)
@@ -157,7 +157,7 @@ def _stored(part: np.ndarray, bits: int | None, order: str, predictor: int) -> n
     return in_order.view(np.uint8).reshape(len(part), -1)
 
 
-def _packed(rows: np.ndarray, compression: int) -> bytes:
+def _compress(rows: np.ndarray, compression: int) -> bytes:
     if compression == DEFLATE:
         return zlib.compress(rows.tobytes())
     if compression == NONE:

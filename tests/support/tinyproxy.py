@@ -59,12 +59,12 @@ class Tinyproxy:
 
 
 @contextmanager
-def tinyproxy(folder: Path, to_port: int) -> Iterator[Tinyproxy]:
+def run_tinyproxy(folder: Path, to_port: int) -> Iterator[Tinyproxy]:
     """A proxy that is gone afterwards."""
     folder.mkdir()
-    found = Tinyproxy(folder, to_port, free_port())
-    found.start()
+    proxy = Tinyproxy(folder, to_port, free_port())
+    proxy.start()
     try:
-        yield found
+        yield proxy
     finally:
-        found.stop()
+        proxy.stop()

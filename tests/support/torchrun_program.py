@@ -18,7 +18,7 @@ JOINT = Mmdit(patch=2, hidden=16, depth=2, heads=2, shared_depth=1)
 TEXT = TextCondition(dim=3, max_tokens=2)
 
 
-def fresh(kind: str) -> nn.Module:
+def make_network(kind: str) -> nn.Module:
     """A network of either kind that several processes train."""
     return (
         build_expert(JOINT, SHAPE, condition=TEXT, seed=3)
@@ -27,7 +27,7 @@ def fresh(kind: str) -> nn.Module:
     )
 
 
-def texts(kind: str, num: int = 40) -> Tensor | None:
+def make_texts(kind: str, num: int = 40) -> Tensor | None:
     """What that network is told about each image."""
     if kind != "mmdit":
         return None
@@ -37,22 +37,24 @@ def texts(kind: str, num: int = 40) -> Tensor | None:
 def main(folder: Path) -> None:
     """Train each of the runs in `runs.json`, whose checkpoints lie in folders of their own; the first writes."""
     torch.set_num_threads(1)
-    for name, asked in json.loads((folder / "runs.json").read_text("utf-8")).items():
-        kind = asked["kind"]
-        place = folder / (asked["folder"] or name)
-        run = Run(place, settings(**asked["recipe"]), model=fresh(kind), labels=texts(kind))
-        run.engine = Engine.model_validate(asked["engine"])
+    for name, options in json.loads((folder / "runs.json").read_text("utf-8")).items():
+        kind = options["kind"]
+        place = folder / (options["folder"] or name)
+        run = Run(
+            place, settings(**options["recipe"]), model=make_network(kind), labels=make_texts(kind)
+        )
+        run.engine = Engine.model_validate(options["engine"])
         try:
             # Only the first process is told, and all of them stop.
             ema = run(
-                lambda run=run, stop=asked["stop"]: bool(run.told) and run.told[-1].step == stop
+                lambda run=run, stop=options["stop"]: bool(run.told) and run.told[-1].step == stop
             ).ema
         except KeyboardInterrupt:
             continue
         if ema:
             save_file(ema, folder / f"{name}.safetensors")
             (folder / f"{name}.json").write_text(
-                json.dumps([(told.step, told.loss) for told in run.told])
+                json.dumps([(progress.step, progress.loss) for progress in run.told])
             )
     torch.distributed.destroy_process_group()
 

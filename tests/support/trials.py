@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ddm.protocol.base import sha256_file
 from ddm.trust.keys import PublicKey, SigningKey
-from tests.support.faulty_disk import Commands, Ended, Fault
+from tests.support.faulty_disk import CommandExit, CommandServer, Fault
 from tests.support.federation import PASSPHRASE
-from tests.support.stages import Case, make_stages
+from tests.support.stages import CommandCase, make_stages
 
 PLAN_ID = re.compile(r"tiny-[0-9a-f]{8}")
 OLD_KEY = re.compile(r"(?<=model-signing-)[0-9a-f]{16}")
@@ -39,7 +39,7 @@ class Undisturbed:
     twice: Set[str]
 
 
-class Bench:
+class TrialBench:
     """Prepared stages, and a folder for one trial at a time.
 
     Args:
@@ -50,7 +50,12 @@ class Bench:
     """
 
     def __init__(
-        self, folder: Path, commands: Commands, *, until: str = "published", thorough: bool = True
+        self,
+        folder: Path,
+        commands: CommandServer,
+        *,
+        until: str = "published",
+        thorough: bool = True,
     ) -> None:
         self.folder = folder
         self.commands = commands
@@ -59,7 +64,7 @@ class Bench:
         self._known: dict[str, Undisturbed] = {}
 
     @contextmanager
-    def copy(self, case: Case) -> Iterator[Path]:
+    def copy(self, case: CommandCase) -> Iterator[Path]:
         """Yield a copy of the case's stage."""
         at = self.folder / "trial"
         shutil.copytree(self.stages[case.stage], at, symlinks=True)
@@ -68,42 +73,42 @@ class Bench:
         finally:
             shutil.rmtree(at)
 
-    def run(self, words: list[str], fault: Fault | None = None) -> Ended:
+    def run(self, words: list[str], fault: Fault | None = None) -> CommandExit:
         """Run a command; whatever happens, nobody sees a stack trace."""
-        done = self.commands.run(*words, fault=fault)
-        assert "Traceback" not in done.said, done.said
-        assert done.code != 1, done.said
-        return done
+        result = self.commands.run(*words, fault=fault)
+        assert "Traceback" not in result.output, result.output
+        assert result.code != 1, result.output
+        return result
 
-    def undisturbed(self, case: Case) -> Undisturbed:
+    def undisturbed(self, case: CommandCase) -> Undisturbed:
         """Run a case without a fault, once."""
         if case.name not in self._known:
             with self.copy(case) as at:
                 words = case.typed(case.words, at)
-                done = self.run(words, Fault([at]))
-                assert done.code == 0, done.said
+                result = self.run(words, Fault([at]))
+                assert result.code == 0, result.output
                 once = read_tree(at)
                 self._again(case, words, at)
                 twice = read_tree(at).keys()
             with self.copy(case) as at:
                 full = self.run(case.typed(case.words, at), Fault([at], full=at / "never"))
-            self._known[case.name] = Undisturbed(done.num_calls, full.num_calls, once, twice)
+            self._known[case.name] = Undisturbed(result.num_calls, full.num_calls, once, twice)
         return self._known[case.name]
 
-    def kill(self, case: Case, at_call: int) -> None:
+    def kill(self, case: CommandCase, at_call: int) -> None:
         """Kill the command at a call, give it again, and compare with an undisturbed run."""
         expected = self.undisturbed(case)
         with self.copy(case) as at:
             words = case.typed(case.words, at)
             killed = self.run(words, Fault([at], at_call))
             assert killed.code == -9, (
-                f"ended with {killed.code} before call {at_call}: {killed.said}"
+                f"ended with {killed.code} before call {at_call}: {killed.output}"
             )
             self._again(case, words, at)
             self._compare(case, at, expected)
             self._check(case, at)
 
-    def fill(self, case: Case, at_call: int) -> int:
+    def fill(self, case: CommandCase, at_call: int) -> int:
         """Let the disk be full from a call on, make room, give the command again; return the first exit code."""
         expected = self.undisturbed(case)
         room = self.folder / "full"
@@ -115,11 +120,13 @@ class Bench:
             room.unlink()
             assert refused.num_calls >= at_call, f"{refused.num_calls} calls, less than {at_call}"
             if refused.code:
-                assert refused.code in DOCUMENTED, f"code {refused.code}: {refused.said}"
-                assert len(refused.said.splitlines()) <= SCREEN
-                assert "No space left" in refused.said, refused.said
-                assert "Make room" in refused.said or "ree disk space" in refused.said, refused.said
-                assert str(at) in refused.said, f"does not name what is full: {refused.said}"
+                assert refused.code in DOCUMENTED, f"code {refused.code}: {refused.output}"
+                assert len(refused.output.splitlines()) <= SCREEN
+                assert "No space left" in refused.output, refused.output
+                assert "Make room" in refused.output or "ree disk space" in refused.output, (
+                    refused.output
+                )
+                assert str(at) in refused.output, f"does not name what is full: {refused.output}"
             lost = (before.keys() & expected.once.keys()) - read_tree(at).keys()
             assert not lost or not refused.code, f"gone: {lost}"
             if refused.code:
@@ -128,24 +135,24 @@ class Bench:
             self._check(case, at)
         return refused.code
 
-    def _again(self, case: Case, words: list[str], at: Path) -> None:
-        done = self.run(words)
-        if done.code in case.instead:
-            done = self.run(case.typed(case.instead[done.code], at))
-        assert done.code == 0, f"given again: {done.code}: {done.said}"
+    def _again(self, case: CommandCase, words: list[str], at: Path) -> None:
+        result = self.run(words)
+        if result.code in case.instead:
+            result = self.run(case.typed(case.instead[result.code], at))
+        assert result.code == 0, f"given again: {result.code}: {result.output}"
 
-    def _check(self, case: Case, at: Path) -> None:
+    def _check(self, case: CommandCase, at: Path) -> None:
         for words in case.checks if self.thorough else case.checks[:1]:
-            done = self.run(case.typed(words, at))
-            assert done.code == 0, f"{words}: {done.code}: {done.said}"
+            result = self.run(case.typed(words, at))
+            assert result.code == 0, f"{words}: {result.code}: {result.output}"
 
-    def _compare(self, case: Case, at: Path, expected: Undisturbed) -> None:
-        found = read_tree(at)
-        assert found.keys() in (expected.once.keys(), expected.twice), (
-            found.keys() ^ expected.once.keys()
+    def _compare(self, case: CommandCase, at: Path, expected: Undisturbed) -> None:
+        files = read_tree(at)
+        assert files.keys() in (expected.once.keys(), expected.twice), (
+            files.keys() ^ expected.once.keys()
         )
         for name in case.same:
-            assert found[name] == expected.once[name], name
+            assert files[name] == expected.once[name], name
         for public in (at / "fed" / "keys").glob("*.pub"):
             key = SigningKey.load(public.with_suffix(".key"), PASSPHRASE)
             assert key.public == PublicKey.load(public), public.name

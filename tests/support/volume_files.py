@@ -58,7 +58,7 @@ _FIELDS = {
 }
 
 
-def nifti(
+def encode_nifti(
     voxels: np.ndarray,
     *,
     affine: np.ndarray | None = None,
@@ -87,7 +87,7 @@ def nifti(
         )
         offset += esize
     code = CODES.get(voxels.dtype.str[1:], 0)
-    given: dict[str, Any] = {
+    values_by_field: dict[str, Any] = {
         "dim": [voxels.ndim, *voxels.shape] + [1] * (7 - voxels.ndim),
         "datatype": code,
         "bitpix": 8 * voxels.itemsize,
@@ -95,11 +95,11 @@ def nifti(
         "vox_offset": offset,
     }
     if affine is not None:
-        given |= {"sform_code": 1, "srow": np.asarray(affine, float)[:3].ravel().tolist()}
+        values_by_field |= {"sform_code": 1, "srow": np.asarray(affine, float)[:3].ravel().tolist()}
     header = bytearray(size)
     header[:4] = struct.pack(order + "i", size)
     header[4:12] = b"n+2\0\r\n\x1a\n" if version == 2 else header[4:12]
-    for name, value in (given | fields).items():
+    for name, value in (values_by_field | fields).items():
         place, letter = _FIELDS[version][name]
         values = value if isinstance(value, list | tuple) else [value]
         data = struct.pack(f"{order}{len(values)}{letter}", *values)
@@ -110,7 +110,7 @@ def nifti(
     return bytes(header) + extensions + stored.tobytes(order="F")
 
 
-def mgh(
+def encode_mgh(
     voxels: np.ndarray,
     directions: np.ndarray,
     sides: Sequence[float] = (1, 1, 1),

@@ -13,7 +13,7 @@ from tuf.ngclient.urllib3_fetcher import Urllib3Fetcher
 SENT_AT_ONCE = 1 << 16
 
 
-class Host(ThreadingHTTPServer):
+class WebHost(ThreadingHTTPServer):
     """Serves a folder; a path in `endless` never ends, one in `silent` stops after its first byte."""
 
     daemon_threads = True
@@ -23,7 +23,7 @@ class Host(ThreadingHTTPServer):
         self.silent: set[str] = set()
         self.over = threading.Event()
         self.sent = 0
-        super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
+        super().__init__(("127.0.0.1", 0), partial(_FolderHandler, directory=str(folder)))
 
     @property
     def url(self) -> str:
@@ -31,8 +31,8 @@ class Host(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class _Handler(SimpleHTTPRequestHandler):
-    server: Host
+class _FolderHandler(SimpleHTTPRequestHandler):
+    server: WebHost
 
     def do_GET(self) -> None:
         if self.path not in self.server.endless | self.server.silent:
@@ -57,10 +57,10 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def hosted(folder: Path) -> Iterator[Host]:
+def serve_folder(folder: Path) -> Iterator[WebHost]:
     """Serve a folder."""
     folder.mkdir(exist_ok=True)
-    with Host(folder) as server:
+    with WebHost(folder) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -71,7 +71,7 @@ def hosted(folder: Path) -> Iterator[Host]:
             thread.join()
 
 
-def client(url: str, cache: Path, root: bytes, *, patience_s: int = 30) -> Updater:
+def tuf_client(url: str, cache: Path, root: bytes, *, patience_s: int = 30) -> Updater:
     """Python-tuf's client, without a line of ours; `cache` is its memory.
 
     Args:

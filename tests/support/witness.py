@@ -36,7 +36,7 @@ class Witness(ThreadingHTTPServer):
         self.said: list[int] = []
         self.says: tuple[int, bytes] | None = None
         self.guard = threading.Lock()
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _WitnessHandler)
 
     @property
     def url(self) -> str:
@@ -72,7 +72,7 @@ class Witness(ThreadingHTTPServer):
                 return 409, f"{last}\n".encode()
             if old == size and root != last_root:
                 return 409, f"{last}\n".encode()
-            if old and not continues(old, last_root, size, root, proof):
+            if old and not is_consistent(old, last_root, size, root, proof):
                 return 422, b""
             self.last[origin] = (size, root)
         at = int(time.time())
@@ -95,7 +95,7 @@ class Witness(ThreadingHTTPServer):
         return False
 
 
-def continues(old: int, old_root: bytes, size: int, root: bytes, proof: list[bytes]) -> bool:
+def is_consistent(old: int, old_root: bytes, size: int, root: bytes, proof: list[bytes]) -> bool:
     """Whether a tree is the beginning of another one, by the rules that have tests of their own."""
     try:
         check_consistency(old, old_root, size, root, proof, "consistency proof")
@@ -104,7 +104,7 @@ def continues(old: int, old_root: bytes, size: int, root: bytes, proof: list[byt
     return True
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _WitnessHandler(BaseHTTPRequestHandler):
     server: Witness
 
     def do_POST(self) -> None:
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def witnessing(name: str, logs: list[str]) -> Iterator[Witness]:
+def run_witness(name: str, logs: list[str]) -> Iterator[Witness]:
     """Run a witness until the end of the block."""
     with Witness(name, logs) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -21,7 +21,7 @@ from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 from tests.support.publishing import receipts_key
 from tests.support.submissions import Arrival
 
@@ -69,7 +69,7 @@ def arrived(
 
 def in_another_process(act: Callable[[], object]) -> int:
     """Act in a process of its own; return the signal that ended it, 0 for none."""
-    code = ended(forked(act))
+    code = wait_for_exit(fork_process(act))
     assert code in (0, -signal.SIGKILL)
     return -code
 

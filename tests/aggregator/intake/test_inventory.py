@@ -10,13 +10,13 @@ from ddm.errors import DigestError, SignatureError
 from ddm.protocol.base import now_utc
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata, verify_silo_metadata
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 
 
-def accepted(published: Published, name: str) -> Path:
+def accepted(published: PublishedRelease, name: str) -> Path:
     return published.tiny.federation.accepted / published.plan_id / "north" / name
 
 
@@ -29,21 +29,23 @@ def flip(path: Path, offset: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["counts", "sketch"])
-def test_release_is_refused_when_it_changed_after_intake(published: Published, name: str) -> None:
+def test_release_is_refused_when_it_changed_after_intake(
+    published: PublishedRelease, name: str
+) -> None:
     flip(accepted(published, f"{name}.safetensors"), -3)
     inventory = take_inventory(published.tiny.federation)
     with pytest.raises(DigestError):
         inventory.counts() if name == "counts" else inventory.sketches()
 
 
-def test_document_is_refused_when_it_changed_after_intake(published: Published) -> None:
+def test_document_is_refused_when_it_changed_after_intake(published: PublishedRelease) -> None:
     document = accepted(published, "silos/north/submission.json")
     document.write_bytes(document.read_bytes().replace(b'"policy"', b'"person"'))
     with pytest.raises(DigestError):
         take_inventory(published.tiny.federation)
 
 
-def test_role_is_refused_when_somebody_else_signed_it(published: Published) -> None:
+def test_role_is_refused_when_somebody_else_signed_it(published: PublishedRelease) -> None:
     role = accepted(published, f"metadata/{published.plan_id}.north.json")
     key = published.tiny.key("north").public
     signed = verify_silo_metadata(
@@ -58,7 +60,7 @@ def test_role_is_refused_when_somebody_else_signed_it(published: Published) -> N
 
 
 def test_nothing_is_published_when_an_expert_changed_after_intake(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     expert = accepted(published, "silos/north/experts/north/expert.safetensors")
     shutil.copyfile(expert, tmp_path / "as signed")

@@ -34,9 +34,9 @@ from ddm.errors import RefusedError, SetupError
 from ddm.protocol.base import MAX_VALUES, now_utc, sha256_file
 from ddm.protocol.submission import Submission, SubmittedExpert
 from ddm.system.console import run_app
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.federation import TinyFederation
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 from tests.support.submissions import SILO, Arrival
 
 
@@ -181,7 +181,7 @@ def killed(tiny: TinyFederation, owner: Any, name: str, *, after: bool) -> None:
         setattr(owner, name, step)
         tiny.take_in()
 
-    assert ended(forked(take_in_until_killed)) in (0, -signal.SIGKILL)
+    assert wait_for_exit(fork_process(take_in_until_killed)) in (0, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,9 @@ def test_command_refuses_what_waits_and_knows_no_other_silo(poisoned: Arrival) -
     poisoned.refused(RefusedError, "noise")
 
 
-def _let_stand_apart(published: Published, silo_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _let_stand_apart(
+    published: PublishedRelease, silo_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Have the figures of one accepted expert be ten times worse than those of two others."""
     federation = published.tiny.federation
     real = Examiner.examine
@@ -281,7 +283,7 @@ def _let_stand_apart(published: Published, silo_id: str, monkeypatch: pytest.Mon
 
 
 def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
-    published: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = published.tiny.federation
     train_router(federation, take_inventory(federation), seed=0)
@@ -306,7 +308,7 @@ def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
 
 
 def test_admission_covers_what_a_person_was_shown_and_nothing_else(
-    published: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever lowers what a silo counts has not admitted that its expert stands apart, which shows later."""
     federation = published.tiny.federation
@@ -330,7 +332,7 @@ def test_admission_covers_what_a_person_was_shown_and_nothing_else(
     train_router(federation, take_inventory(federation), seed=0)
 
 
-def many_experts(published: Published, number: int) -> tuple[Submission, Path]:
+def many_experts(published: PublishedRelease, number: int) -> tuple[Submission, Path]:
     """North's submission as if it held its expert many times over, as one with many clusters does."""
     folder = published.tiny.federation.accepted / published.plan_id / "north"
     sent = Submission.parse(
@@ -342,7 +344,7 @@ def many_experts(published: Published, number: int) -> tuple[Submission, Path]:
 
 
 def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_once(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All their losses are more values than one document may hold."""
     federation = published.tiny.federation
@@ -393,7 +395,7 @@ def test_quarantine_of_a_silo_with_thousands_of_bad_experts_can_be_read(
 
 
 def test_expert_is_measured_once_and_again_only_when_its_figures_are_gone(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = published.tiny.federation
     plan, _ = federation.current_plan()

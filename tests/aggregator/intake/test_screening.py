@@ -30,7 +30,7 @@ from ddm.training.schedule import travel
 from examples.screening.measure import answer_of, trial_of
 from examples.screening.measure import figures as measured
 from tests.support.federation import images
-from tests.support.screening import ARCHITECTURE, SHAPE, TRAINING, public, trained
+from tests.support.screening import ARCHITECTURE, SHAPE, TRAINING, public_images, train_expert
 
 SILOS = {"east": -0.5, "north": -0.2, "south": 0.2, "west": 0.5}
 Weights = dict[str, Tensor]
@@ -38,7 +38,7 @@ Weights = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def trial() -> Trial:
-    return trial_of(public(), architecture=ARCHITECTURE)
+    return trial_of(public_images(), architecture=ARCHITECTURE)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     folder = tmp_path_factory.mktemp("honest")
     experts = {}
     for seed, (silo, centre) in enumerate(SILOS.items()):
-        experts[silo] = trained(folder / silo, torch.from_numpy(images(80, centre, seed)))
+        experts[silo] = train_expert(folder / silo, torch.from_numpy(images(80, centre, seed)))
     return experts
 
 
@@ -137,7 +137,7 @@ def test_attack_on_a_trained_expert_is_found(
 def test_expert_trained_on_other_images_stands_apart_from_the_rest(
     honest: dict[str, Weights], trial: Trial, tmp_path: Path
 ) -> None:
-    poison = figures(trained(tmp_path, torch.ones(80, *SHAPE)), trial, "poison")
+    poison = figures(train_expert(tmp_path, torch.ones(80, *SHAPE)), trial, "poison")
     others = {silo: [figures(weights, trial, silo)] for silo, weights in honest.items()}
     assert list(relative_faults(others | {"poison": [poison]})) == ["poison"]
     two = {"poison": [poison], "east": others["east"]}
@@ -146,7 +146,7 @@ def test_expert_trained_on_other_images_stands_apart_from_the_rest(
 
 def test_expert_of_few_steps_passes_in_a_rehearsal_alone(trial: Trial, tmp_path: Path) -> None:
     few = TRAINING.model_copy(update={"num_steps": 6, "checkpoint_steps": 6})
-    made = figures(trained(tmp_path, public(), few), trial)
+    made = figures(train_expert(tmp_path, public_images(), few), trial)
     assert made.loss_Z[-1] > MAX_LEARNT_RATIO * trial.probe.constant_Z[-1]
     assert travel(few) < MIN_TRAVEL <= travel(TRAINING)
     assert absolute_faults(made, trial.probe, few, rehearsal=True) == []
@@ -166,7 +166,7 @@ def test_expert_of_a_plan_too_short_to_teach_anything_is_not_taken_for_a_trained
         "schedule": "cosine",
     }
     short = TRAINING.model_copy(update=changed)
-    made = figures(trained(tmp_path, public(), short), trial)
+    made = figures(train_expert(tmp_path, public_images(), short), trial)
     assert travel(short) < MIN_TRAVEL
     flags = {fault.flag for fault in absolute_faults(made, trial.probe, short)}
     assert flags & {"not_learnt", "far_images"}, flags

@@ -18,7 +18,8 @@ from ddm.errors import (
 )
 from ddm.trust.keys import SigningKey
 from ddm.trust.verify import verify_release
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
+from tests.support.crashes import Crash
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
 
 pytestmark = pytest.mark.usefixtures("short_pages")
@@ -106,9 +107,6 @@ def test_removed_silo_comes_back_with_new_keys_only_and_takes_part_from_the_next
 def test_removal_cut_short_after_the_card_is_finished_by_the_same_command(
     keyed: KeyedFederation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Crash(BaseException):
-        pass
-
     def stop(*_: object, **__: object) -> None:
         raise Crash
 
@@ -140,7 +138,7 @@ def test_damaged_record_of_a_removal_lets_nobody_in(keyed: KeyedFederation) -> N
 
 
 def test_ensemble_is_published_without_a_removed_silo_and_its_readers_accept_it(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     remove_silo(tiny.federation, "east", "left the federation", PASSPHRASE)

@@ -20,7 +20,7 @@ from ddm.trust.keys import PublicKey
 from ddm.trust.verify import verify_bundle, verify_release
 from tests.aggregator.keys.test_tls import handshake
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 TUF_KEYS = ("root", "targets", "plans", "release", "online")
 
@@ -270,7 +270,7 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
         sys.addaudithook(watch)
         work()
 
-    code = ended(forked(work_until_killed))
+    code = wait_for_exit(fork_process(work_until_killed))
     assert code in (0, 9)
     return code == 9
 

@@ -25,21 +25,28 @@ from ddm.protocol.receipt import RECEIPT_KIND, Receipt, WithdrawnVerdict
 from ddm.system.console import run_app
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.publishing import again, copied, files, killed_at, opened, receipts_key
+from tests.support.publishing import (
+    copy_without_sites,
+    file_digests,
+    kill_at_step,
+    publish_next_version,
+    receipts_key,
+    verify_release,
+)
 
 REASON = "consent was withdrawn"
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 
 
-def take_out(published: Published) -> None:
+def take_out(published: PublishedRelease) -> None:
     withdraw_silo(published.tiny.federation, "north", REASON, receipts_key(published.tiny))
 
 
-def test_withdrawn_silo_is_in_no_later_version(published: Published, tmp_path: Path) -> None:
+def test_withdrawn_silo_is_in_no_later_version(published: PublishedRelease, tmp_path: Path) -> None:
     tiny = published.tiny
     plan_id = published.plan_id
     take_out(published)
@@ -47,41 +54,43 @@ def test_withdrawn_silo_is_in_no_later_version(published: Published, tmp_path: P
     assert record.reason == REASON
     assert (
         record.submission_digest
-        == opened(published, published.release).verified.files["silos/north/submission.json"].digest
+        == verify_release(published, published.release)
+        .verified.files["silos/north/submission.json"]
+        .digest
     )
     assert (tiny.federation.withdrawn / plan_id / "north" / "submission" / "silos").is_dir()
     assert not (tiny.federation.accepted / plan_id / "north").exists()
     with pytest.raises(MissingFileError, check=has_subject("router")):
-        again(tiny, tmp_path / "too early")
+        publish_next_version(tiny, tmp_path / "too early")
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
-    manifest = again(tiny, tmp_path / "without").manifest
-    release = opened(published, tmp_path / "without", tmp_path / "state")
+    manifest = publish_next_version(tiny, tmp_path / "without").manifest
+    release = verify_release(published, tmp_path / "without", tmp_path / "state")
     assert (manifest.withdrawn_silos, manifest.missing_silos) == (("north",), ())
     assert {expert.silo_id for expert in manifest.experts} == set(release.submissions) == {"east"}
-    assert not [name for name in files(tmp_path / "without") if "north" in name]
+    assert not [name for name in file_digests(tmp_path / "without") if "north" in name]
     with pytest.raises(RollbackError):
-        opened(published, published.release, tmp_path / "state")
-    assert opened(published, published.release).manifest.version == 1, (
+        verify_release(published, published.release, tmp_path / "state")
+    assert verify_release(published, published.release).manifest.version == 1, (
         "what was published stays as it is"
     )
 
 
 def test_files_of_a_withdrawn_silo_are_refused_where_its_host_puts_them_back(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     take_out(published)
     tiny = published.tiny
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
-    again(tiny, tmp_path / "without")
-    for name, _ in files(published.release).items():
+    publish_next_version(tiny, tmp_path / "without")
+    for name, _ in file_digests(published.release).items():
         if "north" in name:
             (tmp_path / "without" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(published.release / name, tmp_path / "without" / name)
     with pytest.raises(ArchipelagoError, match="north"):
-        opened(published, tmp_path / "without")
+        verify_release(published, tmp_path / "without")
 
 
-def test_nothing_more_is_taken_from_a_withdrawn_silo(published: Published) -> None:
+def test_nothing_more_is_taken_from_a_withdrawn_silo(published: PublishedRelease) -> None:
     tiny = published.tiny
     plan_id = published.plan_id
     take_out(published)
@@ -104,12 +113,12 @@ def test_silo_that_never_answered_can_be_withdrawn(
     withdraw_silo(tiny.federation, "east", REASON, receipts_key(tiny))
     tiny.collect("east", plan_id)
     assert not [receipt for receipt in tiny.take_in() if receipt.verdict.kind == "accepted"]
-    manifest = again(tiny, tmp_path / "out").manifest
+    manifest = publish_next_version(tiny, tmp_path / "out").manifest
     assert (manifest.withdrawn_silos, manifest.missing_silos) == (("east",), ())
 
 
 def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(
-    published: Published,
+    published: PublishedRelease,
 ) -> None:
     federation = published.tiny.federation
     key = receipts_key(published.tiny)
@@ -124,7 +133,7 @@ def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(
 
 
 def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     plan_id = published.plan_id
@@ -172,13 +181,13 @@ def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(
 
 
 def test_withdrawal_killed_at_any_step_and_run_again_is_complete(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     for step in range(1000):
-        there = copied(published, tmp_path / str(step))
+        there = copy_without_sites(published, tmp_path / str(step))
         federation = there.tiny.federation
         key = receipts_key(there.tiny)
-        killed = killed_at(step, partial(withdraw_silo, federation, "north", REASON, key))
+        killed = kill_at_step(step, partial(withdraw_silo, federation, "north", REASON, key))
         withdraw_silo(federation, "north", "another reason", key)
         folder = federation.withdrawn / there.plan_id / "north"
         assert {path.name for path in folder.glob("[!.]*")} == {"withdrawal.json", "submission"}
@@ -193,7 +202,7 @@ def test_withdrawal_killed_at_any_step_and_run_again_is_complete(
     assert step >= 8
 
 
-def receipts(published: Published) -> Iterator[Receipt]:
+def receipts(published: PublishedRelease) -> Iterator[Receipt]:
     folder = published.tiny.federation.receipts / published.plan_id / "north"
     for path in sorted(folder.glob("[0-9]*.json")):
         data, _ = open_sealed(
@@ -205,7 +214,7 @@ def receipts(published: Published) -> Iterator[Receipt]:
 # The silo learns of it
 
 
-def test_accepted_silo_learns_that_it_was_withdrawn(published: Published) -> None:
+def test_accepted_silo_learns_that_it_was_withdrawn(published: PublishedRelease) -> None:
     tiny = published.tiny
     plan_id = published.plan_id
     take_out(published)
@@ -227,7 +236,7 @@ def test_silo_that_waits_for_its_receipt_learns_that_it_was_withdrawn(
     assert tiny.state_of("east").state == "withdrawn"
 
 
-def test_forged_notice_of_withdrawal_changes_nothing(published: Published) -> None:
+def test_forged_notice_of_withdrawal_changes_nothing(published: PublishedRelease) -> None:
     """By another key, and by the right key for another silo."""
     tiny = published.tiny
     plan_id = published.plan_id

@@ -30,7 +30,7 @@ from ddm.system.findings import Findings
 from ddm.system.processes import program
 from silo.config import Site
 from silo.setup import SiteSetup, init_site, make_card, read_invitation
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.federation import POLICY, write_policy
 from tests.support.federation_midway import on_free_port
 
@@ -38,7 +38,7 @@ DAY = timedelta(days=1)
 
 
 @pytest.fixture
-def fed(published: Published) -> Federation:
+def fed(published: PublishedRelease) -> Federation:
     return on_free_port(published.tiny.federation)
 
 
@@ -213,7 +213,7 @@ def test_clock_that_is_two_days_behind_shows_by_what_was_signed(fed: Federation)
     )
 
 
-class Clock(BaseHTTPRequestHandler):
+class DateHandler(BaseHTTPRequestHandler):
     """A web server of which only the date is looked at."""
 
     offset = timedelta(0)
@@ -227,7 +227,7 @@ class Clock(BaseHTTPRequestHandler):
 @pytest.fixture
 def clock() -> Iterator[str]:
     # In threads: whoever else on this machine finds this port and says nothing must not keep the test waiting.
-    with ThreadingHTTPServer(("127.0.0.1", 0), Clock) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), DateHandler) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -241,7 +241,7 @@ def test_clock_that_is_two_days_off_shows_against_another_machine(
     fed: Federation, clock: str, monkeypatch: pytest.MonkeyPatch, offset: timedelta
 ) -> None:
     assert not found_in(fed, against=clock)
-    monkeypatch.setattr(Clock, "offset", offset)
+    monkeypatch.setattr(DateHandler, "offset", offset)
     (finding,) = found_in(fed, against=clock)["clock"]
     assert "the other machine" in finding.expected
 
@@ -278,7 +278,9 @@ def test_flower_of_another_version_is_found(
     assert (finding.subject, finding.got) == ("flwr", "1.99.0") and ">=1.41" in finding.expected
 
 
-def test_too_little_disk_or_memory_for_what_the_plan_expects_is_found(published: Published) -> None:
+def test_too_little_disk_or_memory_for_what_the_plan_expects_is_found(
+    published: PublishedRelease,
+) -> None:
     fed = on_free_port(published.tiny.federation)
     facts = FederationFactsReader(fed, now_utc()).facts()
     assert facts.disk_needed_bytes == 0

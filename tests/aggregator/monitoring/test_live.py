@@ -23,12 +23,12 @@ from aggregator.monitoring.live import REFRESH_S, parse_address
 from ddm.errors import PolicyError, SetupError
 from ddm.protocol.receipt import AcceptedVerdict, RefusedVerdict
 from ddm.system.processes import program
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.browser import browser, one_browser, overflow, scripts_off, show_as
 from tests.support.case import case
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE
-from tests.support.federation_midway import Stage
+from tests.support.federation_midway import AggregatorStandIn
 from tests.support.waiting import LIMIT_S, wait_until
 
 __all__ = ["browser", "one_browser"]
@@ -52,7 +52,7 @@ return Math.min(...[...document.body.querySelectorAll(':not(progress)')]
 class Live:
     """A served page and the federation behind it."""
 
-    stage: Stage
+    stage: AggregatorStandIn
     process: "subprocess.Popen[str]"
     port: int
 
@@ -87,7 +87,7 @@ def serve(fed: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 @contextmanager
-def served(stage: Stage) -> Iterator[Live]:
+def served(stage: AggregatorStandIn) -> Iterator[Live]:
     with serve(stage.federation.path, "--address", "127.0.0.1:0") as process:
         try:
             line = process.stdout.readline()
@@ -99,11 +99,11 @@ def served(stage: Stage) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def one_server(
-    published_once: Published, tmp_path_factory: pytest.TempPathFactory
+    published_once: PublishedRelease, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live") / "fed"
     shutil.copytree(published_once.tiny.federation.path, folder)
-    with served(Stage(Federation(folder))) as live:
+    with served(AggregatorStandIn(Federation(folder))) as live:
         yield live
 
 
@@ -277,10 +277,10 @@ def test_slow_sender_is_cut_off(live: Live) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_the_server_at_once_though_somebody_is_connected(
-    published: Published, number: signal.Signals, code: int
+    published: PublishedRelease, number: signal.Signals, code: int
 ) -> None:
     with (
-        served(Stage(published.tiny.federation)) as live,
+        served(AggregatorStandIn(published.tiny.federation)) as live,
         socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT_S) as connection,
     ):
         connection.sendall(b"GET / HTTP/1.1\r\n")
@@ -315,7 +315,9 @@ def test_address_that_is_none_is_refused() -> None:
             parse_address(address, expose=True)
 
 
-def test_exposed_page_says_what_is_seen_and_a_taken_port_is_named(published: Published) -> None:
+def test_exposed_page_says_what_is_seen_and_a_taken_port_is_named(
+    published: PublishedRelease,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with serve(published.tiny.federation.path, "--address", address, "--expose") as process:

@@ -22,20 +22,20 @@ from ddm.publishing.keys import load_key
 from ddm.system.processes import program
 from ddm.transport.messages import Envelope, Status, StatusQuery, StatusReport
 from ddm.trust.keys import SigningKey
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.federation import PASSPHRASE
-from tests.support.federation_midway import SHARD, Stage
+from tests.support.federation_midway import SHARD, AggregatorStandIn
 
 LONG_AGO = 90_000.0
 
 
 @pytest.fixture
-def stage(published: Published) -> Stage:
-    return Stage(published.tiny.federation)
+def stage(published: PublishedRelease) -> AggregatorStandIn:
+    return AggregatorStandIn(published.tiny.federation)
 
 
-def look(stage: Stage, silo_id: str = "north"):  # type: ignore[no-untyped-def]
+def look(stage: AggregatorStandIn, silo_id: str = "north"):  # type: ignore[no-untyped-def]
     silo = read_status(stage.federation, now_utc()).silo(silo_id)
     assert silo is not None
     return silo
@@ -52,7 +52,7 @@ def ended_process() -> int:
 
 
 def test_published_federation_is_shown_with_receipts_router_and_release(
-    published: Published,
+    published: PublishedRelease,
 ) -> None:
     status = read_status(published.tiny.federation, now_utc())
     assert [(silo.silo_id, silo.standing, silo.final) for silo in status.silos] == [
@@ -74,7 +74,7 @@ def test_published_federation_is_shown_with_receipts_router_and_release(
     )
 
 
-def test_command_prints_the_same_facts_as_json(published: Published) -> None:
+def test_command_prints_the_same_facts_as_json(published: PublishedRelease) -> None:
     command = [str(program("aggregator")), "status", str(published.tiny.federation.path)]
     process = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     printed = FederationStatus.parse(process.stdout.encode(), subject="status")
@@ -84,14 +84,14 @@ def test_command_prints_the_same_facts_as_json(published: Published) -> None:
     )
 
 
-def test_federation_without_a_plan_is_shown(published: Published) -> None:
+def test_federation_without_a_plan_is_shown(published: PublishedRelease) -> None:
     (published.tiny.federation.path / "plans" / "current.json").unlink()
     status = read_status(published.tiny.federation, now_utc())
     assert status.plan_id is None and status.silos == ()
     assert "plan none" in status_text(status)
 
 
-def test_answer_without_news_counts_as_contact(stage: Stage) -> None:
+def test_answer_without_news_counts_as_contact(stage: AggregatorStandIn) -> None:
     bundle = stage.federation.bundle(stage.plan.plan_id)
     delivery = SiloDelivery(
         stage.federation.path,
@@ -113,7 +113,7 @@ def test_answer_without_news_counts_as_contact(stage: Stage) -> None:
     assert (look(stage).state, look(stage).progress) == ("training", 7)
 
 
-def test_rate_of_an_arrival_is_what_came_between_two_looks(stage: Stage) -> None:
+def test_rate_of_an_arrival_is_what_came_between_two_looks(stage: AggregatorStandIn) -> None:
     stage.report("north", "in_outbox")
     stage.arrive("north", 1, of=4)
     first = read_status(stage.federation, now_utc())
@@ -128,7 +128,9 @@ def test_rate_of_an_arrival_is_what_came_between_two_looks(stage: Stage) -> None
     assert look(stage).standing == "sending"
 
 
-def test_refusal_is_shown_with_code_and_reason_and_a_later_acceptance_ends_it(stage: Stage) -> None:
+def test_refusal_is_shown_with_code_and_reason_and_a_later_acceptance_ends_it(
+    stage: AggregatorStandIn,
+) -> None:
     stage.report("north", "refused")
     stage.answer("north", RefusedVerdict(code=12, reason="other bytes"))
     (refused,) = look(stage).submissions
@@ -143,7 +145,7 @@ def test_refusal_is_shown_with_code_and_reason_and_a_later_acceptance_ends_it(st
 
 
 def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published_experts_are_named(
-    published: Published,
+    published: PublishedRelease,
 ) -> None:
     federation = published.tiny.federation
     assert not list(attention_points(read_status(federation, now_utc())))
@@ -170,7 +172,9 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
     ]
 
 
-def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: Published) -> None:
+def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(
+    published: PublishedRelease,
+) -> None:
     federation = published.tiny.federation
     withdraw_silo(
         federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
@@ -182,13 +186,15 @@ def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: P
     ]
 
 
-def test_receipt_by_another_key_is_not_shown_as_an_acceptance(stage: Stage) -> None:
+def test_receipt_by_another_key_is_not_shown_as_an_acceptance(stage: AggregatorStandIn) -> None:
     stage.answer("north", AcceptedVerdict(), key=SigningKey.generate())
     (forged,) = look(stage).submissions
     assert forged.verdict == "unreadable" and look(stage).standing == "absent"
 
 
-def test_quarantine_is_shown_with_its_reasons_until_it_is_answered(stage: Stage) -> None:
+def test_quarantine_is_shown_with_its_reasons_until_it_is_answered(
+    stage: AggregatorStandIn,
+) -> None:
     stage.report("north", "in_outbox")
     stage.set_aside("north", "loss 3 times that of the others")
     assert look(stage).standing == "quarantined"
@@ -197,7 +203,9 @@ def test_quarantine_is_shown_with_its_reasons_until_it_is_answered(stage: Stage)
     assert look(stage).standing == "accepted"
 
 
-def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(stage: Stage) -> None:
+def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(
+    stage: AggregatorStandIn,
+) -> None:
     stage.report("north", "training", 50)
     for path in stage.incoming("north").iterdir():
         long_ago(path)
@@ -216,7 +224,7 @@ def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(stage: St
         )
 
 
-def test_ended_program_of_a_running_aggregator_is_named(stage: Stage) -> None:
+def test_ended_program_of_a_running_aggregator_is_named(stage: AggregatorStandIn) -> None:
     dead = ended_process()
     stage.programs(
         pid=os.getpid(), superlink_pid=dead, num_restarts=3, restarts={"superlink": 3, "nginx": 0}
@@ -230,7 +238,7 @@ def test_ended_program_of_a_running_aggregator_is_named(stage: Stage) -> None:
 
 
 def test_rubbish_in_the_folders_is_left_out_and_never_followed(
-    stage: Stage, tmp_path: Path
+    stage: AggregatorStandIn, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text(json.dumps({"state": "a private word"}))

@@ -20,7 +20,7 @@ from ddm.images.samples import open_image_set
 from ddm.planning.fit import divide
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, images, recipe
 
@@ -66,7 +66,7 @@ def test_recipes_whose_router_cannot_learn_what_it_is_to_read_are_refused() -> N
 
 
 def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     chosen = with_labels("silo")
@@ -88,7 +88,7 @@ def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(
 
 
 def test_public_images_without_the_labels_that_the_router_needs_are_refused(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     public = torch.from_numpy(images(240, 0.1, seed=3))
@@ -115,7 +115,7 @@ def test_public_images_without_the_labels_that_the_router_needs_are_refused(
 
 
 def test_router_of_a_plan_that_carries_experts_needs_the_labels_of_the_plan_in_force(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     carrying = choose_carried(tiny.federation, published.plan_id, [sorted(tiny.sites)[0]])

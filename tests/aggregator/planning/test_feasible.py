@@ -16,7 +16,7 @@ from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
 from ddm.protocol.enrolment import AgreedSize, Card
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
 from tests.support.federation import recipe
 
@@ -140,7 +140,7 @@ def test_statistics_above_the_stated_total_are_refused() -> None:
 
 
 def test_nothing_is_fitted_for_a_plan_that_cannot_work(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft, "fit_public_parts", lambda *_: pytest.fail("fitted"))
     chosen = recipe(partition={"kind": "silo", "min_images": 10_000})
@@ -149,7 +149,7 @@ def test_nothing_is_fitted_for_a_plan_that_cannot_work(
 
 
 def test_plan_is_not_drafted_while_the_federation_runs_or_its_plan_cannot_be_replaced(
-    published: Published,
+    published: PublishedRelease,
 ) -> None:
     federation = published.tiny.federation
     check_signable(federation)

@@ -26,15 +26,12 @@ from ddm.publishing.keys import load_key
 from ddm.system.console import human_seconds
 from ddm.trust.repository import Repository
 from ddm.trust.verify import verify_bundle
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
+from tests.support.crashes import Crash
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 
 pytestmark = pytest.mark.usefixtures("short_pages")
-
-
-class Crash(BaseException):
-    """Nothing catches it, as nothing catches kill -9."""
 
 
 def stop(*arguments: object, **named: object) -> None:
@@ -43,7 +40,7 @@ def stop(*arguments: object, **named: object) -> None:
 
 @pytest.mark.parametrize("where", ["start_plan", "_write_snapshot", "export_bundle"])
 def test_old_plan_works_on_when_signing_stopped_and_signing_again_leaves_nothing_behind(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     tiny = published.tiny
     with monkeypatch.context() as patch, pytest.raises(Crash):
@@ -66,7 +63,7 @@ def test_old_plan_works_on_when_signing_stopped_and_signing_again_leaves_nothing
 
 
 def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = published.tiny
     with monkeypatch.context() as patch, pytest.raises(Crash):
@@ -78,7 +75,7 @@ def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
     assert not list(tiny.federation.path.glob("ceremony*"))
 
 
-def test_plan_is_not_replaced_while_intake_is_at_work(published: Published) -> None:
+def test_plan_is_not_replaced_while_intake_is_at_work(published: PublishedRelease) -> None:
     tiny = published.tiny
     desk = IntakeService(
         tiny.federation, load_key(tiny.federation, "receipts", PASSPHRASE), lambda receipt: None
@@ -89,7 +86,7 @@ def test_plan_is_not_replaced_while_intake_is_at_work(published: Published) -> N
 
 
 def test_plan_that_costs_more_than_its_total_is_refused_with_both_numbers_before_anything_is_signed(
-    published: Published,
+    published: PublishedRelease,
 ) -> None:
     tiny = published.tiny
     parts = {
@@ -120,7 +117,7 @@ def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
 
 
 def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
-    published_once: Published, tmp_path: Path
+    published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     fields = {
         "range": {"kind": "values", "low": -160.0, "high": 240.0},
@@ -139,7 +136,7 @@ def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
 
 
 def test_shown_costs_of_private_training_name_noise_chance_and_time_of_a_step(
-    published_once: Published, tmp_path: Path
+    published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     expert = recipe().model_dump(mode="json")["expert"]
     terms = {
@@ -168,7 +165,7 @@ def test_shown_costs_of_private_training_name_noise_chance_and_time_of_a_step(
 
 
 def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_together(
-    published_once: Published, tmp_path: Path
+    published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     parts = {
         "unit": "patient",
@@ -197,7 +194,7 @@ def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_tog
 
 
 def test_shown_costs_name_no_release_that_is_not_asked_for(
-    published_once: Published, tmp_path: Path
+    published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     parts = {
         "unit": "image",
@@ -220,7 +217,7 @@ def test_shown_costs_name_no_release_that_is_not_asked_for(
     ],
 )
 def test_shown_costs_count_the_experts_and_their_training(
-    published_once: Published,
+    published_once: PublishedRelease,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     partition: object,
@@ -233,7 +230,7 @@ def test_shown_costs_count_the_experts_and_their_training(
 
 
 def test_shown_costs_warn_of_an_encoder_with_random_weights(
-    published_once: Published, tmp_path: Path
+    published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     network = {
         "kind": "timm",
@@ -248,7 +245,7 @@ def test_shown_costs_warn_of_an_encoder_with_random_weights(
 
 
 def test_plan_with_an_encoder_of_gradients_is_shown_and_opens_as_a_silo_opens_it(
-    published_once: Published, tmp_path: Path
+    published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published_once.tiny
     gradients = {"kind": "hog", "dim": 3, "cells": 2, "mirrored": True}

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 from PIL import Image
 
-from tests.support.commands import Done, command
+from tests.support.commands import CommandResult, run_command
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 
 TRANSFORM = {"channels": "grey", "range": {"kind": "full"}, "storage": "uint8"}
@@ -32,11 +32,11 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(tiny: TinyFederation, path: Path, public: Path, **changes: object) -> Done:
+def plan(tiny: TinyFederation, path: Path, public: Path, **changes: object) -> CommandResult:
     chosen = recipe(**changes).model_dump(mode="json", exclude_none=True)
     (path / "recipe.toml").write_text(tomli_w.dumps(chosen))
     # fmt: skip
-    return command(
+    return run_command(
         "aggregator",
         "plan",
         tiny.federation.path,

@@ -39,11 +39,18 @@ from ddm.publishing.public_log import public_folder
 from ddm.publishing.staging import StagedVersion
 from ddm.publishing.versions import check_none_lost, is_current
 from ddm.trust.log.entries import VersionPublished
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
+from tests.support.crashes import Crash
 from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation
-from tests.support.forked import ended, forked
-from tests.support.publishing import again, copied, files, killed_at, opened
+from tests.support.forked import fork_process, wait_for_exit
+from tests.support.publishing import (
+    copy_without_sites,
+    file_digests,
+    kill_at_step,
+    publish_next_version,
+    verify_release,
+)
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 
@@ -67,26 +74,26 @@ def listed_manifests(tiny: TinyFederation) -> set[str]:
 
 
 def test_same_content_is_copied_out_again_and_makes_no_new_version(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
-    done = again(published.tiny, tmp_path / "same")
+    done = publish_next_version(published.tiny, tmp_path / "same")
     assert (done.fresh, done.manifest.version, versions(published.tiny)) == (False, 1, ["1"])
-    assert files(tmp_path / "same") == files(published.release)
-    renewed = again(published.tiny, tmp_path / "renewed", renew=True)
+    assert file_digests(tmp_path / "same") == file_digests(published.release)
+    renewed = publish_next_version(published.tiny, tmp_path / "renewed", renew=True)
     assert (renewed.fresh, renewed.manifest.version) == (True, 2)
-    assert opened(published, tmp_path / "renewed").manifest == renewed.manifest
+    assert verify_release(published, tmp_path / "renewed").manifest == renewed.manifest
 
 
 def test_changed_content_or_an_aged_timestamp_makes_a_new_version(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle(published.tiny, licence="CC0-1.0")
-    assert again(published.tiny, tmp_path / "licence").manifest.version == 2
-    assert not again(published.tiny, tmp_path / "same").fresh
+    assert publish_next_version(published.tiny, tmp_path / "licence").manifest.version == 2
+    assert not publish_next_version(published.tiny, tmp_path / "same").fresh
     monkeypatch.setattr(
         aggregator.release.publish, "RENEWED_BEFORE", aggregator.release.publish.RENEWED_BEFORE * 4
     )
-    assert again(published.tiny, tmp_path / "aged").manifest.version == 3
+    assert publish_next_version(published.tiny, tmp_path / "aged").manifest.version == 3
 
 
 def settle(tiny: TinyFederation, **changes: object) -> None:
@@ -97,7 +104,7 @@ def settle(tiny: TinyFederation, **changes: object) -> None:
 
 
 def test_metadata_that_were_signed_since_make_a_new_version(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     """The control is above: the same content under the same metadata makes none."""
     timestamp = published.tiny.federation.tuf / "timestamp.json"
@@ -108,59 +115,62 @@ def test_metadata_that_were_signed_since_make_a_new_version(
 # --out
 
 
-def test_unusable_out_uses_up_no_version(published: Published, tmp_path: Path) -> None:
+def test_unusable_out_uses_up_no_version(published: PublishedRelease, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match="--out"):
-        again(published.tiny, tmp_path / "file" / "release", renew=True)
+        publish_next_version(published.tiny, tmp_path / "file" / "release", renew=True)
     with pytest.raises(BusyError):
-        again(published.tiny, published.release, renew=True)
+        publish_next_version(published.tiny, published.release, renew=True)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(BusyError):
-        again(published.tiny, tmp_path / "link", renew=True)
+        publish_next_version(published.tiny, tmp_path / "link", renew=True)
     assert versions(published.tiny) == ["1"]
-    assert again(published.tiny, tmp_path / "deep" / "er", renew=True).manifest.version == 2
+    assert (
+        publish_next_version(published.tiny, tmp_path / "deep" / "er", renew=True).manifest.version
+        == 2
+    )
 
 
 def test_full_disk_at_out_uses_up_no_version(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
         monkeypatch.context() as patch,
         pytest.raises(DiskError, match="1000 bytes free") as refusal,
     ):
         patch.setattr("ddm.io.space.free_bytes", lambda folder: 1000)
-        again(published.tiny, tmp_path / "out", renew=True)
+        publish_next_version(published.tiny, tmp_path / "out", renew=True)
     assert str(tmp_path) in str(refusal.value) and "for a release" in str(refusal.value)
     assert (versions(published.tiny), list(tmp_path.glob("*out*"))) == (["1"], [])
 
 
 def test_version_number_of_a_lost_release_is_not_used_again(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
-    again(published.tiny, tmp_path / "second", renew=True)
+    publish_next_version(published.tiny, tmp_path / "second", renew=True)
     shutil.rmtree(published.tiny.federation.releases / "2")
     with pytest.raises(SetupError, check=has_subject("releases/")) as refused:
-        again(published.tiny, tmp_path / "third", renew=True)
+        publish_next_version(published.tiny, tmp_path / "third", renew=True)
     assert "backup" in refused.value.remedy
 
 
 # Crashes: a process of its own, killed as `kill -9` does, at one of its writes
 
 
-def check_crash(published: Published, folder: Path, step: int) -> bool:
+def check_crash(published: PublishedRelease, folder: Path, step: int) -> bool:
     """Kill publishing at one step, look, publish again, look; tell whether it was killed at all."""
-    there = copied(published, folder)
+    there = copy_without_sites(published, folder)
     tiny = there.tiny
     out = folder / "out"
-    killed = killed_at(step, lambda: again(tiny, out))
+    killed = kill_at_step(step, lambda: publish_next_version(tiny, out))
     check_listed(tiny)
     if out.exists():
-        assert opened(there, out).manifest.version == 2
+        assert verify_release(there, out).manifest.version == 2
         shutil.rmtree(out)
-    done = again(tiny, out)
+    done = publish_next_version(tiny, out)
     assert (done.manifest.version, versions(tiny)) == (2, ["1", "2"])
-    assert opened(there, out).manifest == done.manifest
-    assert files(out) == files(tiny.federation.releases / "2")
+    assert verify_release(there, out).manifest == done.manifest
+    assert file_digests(out) == file_digests(tiny.federation.releases / "2")
     assert not is_unfinished(tiny.federation.path)
     check_none_lost(tiny.federation)
     log = read_public_log(public_folder(tiny.federation), there.root.read_bytes(), folder / "state")
@@ -181,12 +191,8 @@ def check_listed(tiny: TinyFederation) -> None:
     assert listed_manifests(tiny) <= manifests, "the metadata list a release that does not exist"
 
 
-class Crash(BaseException):
-    """Nothing catches it."""
-
-
 def test_metadata_signed_before_the_release_is_there_would_be_noticed(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests below: publishing that writes the federation's own metadata first."""
     honest = ddm.publishing.signing.sign_tuf_metadata
@@ -205,14 +211,14 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
     for sign in (honest, hasty):
         monkeypatch.setattr(ddm.publishing.signing, "sign_tuf_metadata", sign)
         with pytest.raises(Crash):
-            again(published.tiny, tmp_path / "out", renew=True)
+            publish_next_version(published.tiny, tmp_path / "out", renew=True)
         if sign is honest:
             check_listed(published.tiny)
     with pytest.raises(AssertionError, match="does not exist"):
         check_listed(published.tiny)
 
 
-def crash_steps(published: Published, folder: Path, stride: int) -> int:
+def crash_steps(published: PublishedRelease, folder: Path, stride: int) -> int:
     """Crash at every `stride`-th step until none is left; return at how many."""
     settle(published.tiny, licence="CC0-1.0")
     for steps in count():
@@ -224,14 +230,14 @@ def crash_steps(published: Published, folder: Path, stride: int) -> int:
 
 
 def test_publishing_killed_at_some_step_and_run_again_gives_exactly_one_version(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     assert crash_steps(published, tmp_path, stride=47) >= 4
 
 
 @pytest.mark.slow
 def test_publishing_killed_at_any_step_and_run_again_gives_exactly_one_version(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     assert crash_steps(published, tmp_path, stride=1) >= 150
 
@@ -239,13 +245,15 @@ def test_publishing_killed_at_any_step_and_run_again_gives_exactly_one_version(
 # Two operators
 
 
-def test_second_operator_is_told_to_wait(published: Published, tmp_path: Path) -> None:
+def test_second_operator_is_told_to_wait(published: PublishedRelease, tmp_path: Path) -> None:
     with published.tiny.federation.signing_lock(), pytest.raises(BusyError):
-        again(published.tiny, tmp_path / "out", renew=True)
+        publish_next_version(published.tiny, tmp_path / "out", renew=True)
     assert versions(published.tiny) == ["1"]
 
 
-def test_two_operators_at_once_publish_one_version(published: Published, tmp_path: Path) -> None:
+def test_two_operators_at_once_publish_one_version(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
     """Two processes; the loser of the race is refused, or comes after and copies the same version out."""
     settle(published.tiny, licence="CC0-1.0")
     outs = [tmp_path / "one", tmp_path / "two"]
@@ -255,13 +263,13 @@ def test_two_operators_at_once_publish_one_version(published: Published, tmp_pat
     for _ in outs:
         assert os.read(ready[0], 1) == b"r"
     os.write(go[1], b"gg")
-    codes = [ended(pid) for pid in pids]
+    codes = [wait_for_exit(pid) for pid in pids]
     assert sorted(codes) in ([0, 0], [0, BusyError.exit_code])
     assert versions(published.tiny) == ["1", "2"]
     for code, out in zip(codes, outs, strict=True):
         assert out.exists() == (code == 0)
         if code == 0:
-            assert opened(published, out).manifest.version == 2
+            assert verify_release(published, out).manifest.version == 2
 
 
 def operator(tiny: TinyFederation, out: Path, ready: tuple[int, int], go: tuple[int, int]) -> int:
@@ -269,11 +277,11 @@ def operator(tiny: TinyFederation, out: Path, ready: tuple[int, int], go: tuple[
         os.write(ready[1], b"r")
         os.read(go[0], 1)
         try:
-            again(tiny, out)
+            publish_next_version(tiny, out)
         except BusyError as error:
             os._exit(error.exit_code)
 
-    return forked(publish_at_once)
+    return fork_process(publish_at_once)
 
 
 # Size
@@ -316,26 +324,28 @@ def test_fewer_silos_than_the_quorum_are_not_published(
 ) -> None:
     tiny, _ = late
     with pytest.raises(PolicyError, check=has_subject("release")) as refused:
-        again(tiny, tmp_path / "out", quorum=2)
+        publish_next_version(tiny, tmp_path / "out", quorum=2)
     assert "east" in str(refused.value)
     settle(tiny, quorum=2)
     with pytest.raises(PolicyError, check=has_subject("release")):
-        again(tiny, tmp_path / "out")
-    assert again(tiny, tmp_path / "out", quorum=1).manifest.missing_silos == ("east",)
+        publish_next_version(tiny, tmp_path / "out")
+    assert publish_next_version(tiny, tmp_path / "out", quorum=1).manifest.missing_silos == (
+        "east",
+    )
 
 
 def test_late_silo_gives_a_next_version_that_retrains_only_the_router(
     late: tuple[TinyFederation, str], tmp_path: Path
 ) -> None:
     tiny, plan_id = late
-    first = again(tiny, tmp_path / "first").manifest
+    first = publish_next_version(tiny, tmp_path / "first").manifest
     assert (first.missing_silos, first.version) == (("east",), 1)
     tiny.collect("east", plan_id)
     tiny.take_in()
     with pytest.raises(MissingFileError, check=has_subject("router")):
-        again(tiny, tmp_path / "second")
+        publish_next_version(tiny, tmp_path / "second")
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
-    second = again(tiny, tmp_path / "second").manifest
+    second = publish_next_version(tiny, tmp_path / "second").manifest
     assert (second.missing_silos, second.version) == ((), 2)
     assert second.supersedes_digest == sha256_hex(first.encode())
     assert second.router.file.digest != first.router.file.digest
@@ -357,19 +367,19 @@ def test_late_silo_gives_a_next_version_that_retrains_only_the_router(
 
 
 def test_published_model_signature_belongs_to_this_version_alone(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     """The host swaps in the one of the version before; TUF lists it, and so names it."""
-    again(published.tiny, tmp_path / "second", renew=True)
+    publish_next_version(published.tiny, tmp_path / "second", renew=True)
     signature = tmp_path / "second" / "targets" / published.plan_id / "model.sig"
-    opened(published, tmp_path / "second")
+    verify_release(published, tmp_path / "second")
     shutil.copyfile(published.release / "targets" / published.plan_id / "model.sig", signature)
     with pytest.raises(DigestError, match=r"model\.sig"):
-        opened(published, tmp_path / "second")
+        verify_release(published, tmp_path / "second")
 
 
 def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = ddm.publishing.signing.digests_to_sign
     with monkeypatch.context() as patch, pytest.raises(DigestError, match=r"model\.sig"):
@@ -378,6 +388,6 @@ def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
             "digests_to_sign",
             lambda manifest: {**honest(manifest), "plan.json": "0" * 64},
         )
-        again(published.tiny, tmp_path / "lie", renew=True)
+        publish_next_version(published.tiny, tmp_path / "lie", renew=True)
     assert versions(published.tiny) == ["1"]
-    again(published.tiny, tmp_path / "truth", renew=True)
+    publish_next_version(published.tiny, tmp_path / "truth", renew=True)

@@ -32,7 +32,7 @@ from ddm.routers.loading import load_router
 from ddm.routers.sketch import Sketch
 from tests.support.documents import plan_document
 from tests.support.errors import has_subject
-from tests.support.router_problems import GROUPS, World, make_world
+from tests.support.router_problems import GROUPS, RouterProblem, make_problem
 
 SHARES = [[0.8, 0.1, 0.05, 0.05], [0.05, 0.05, 0.2, 0.7]]
 RANK = 6
@@ -68,7 +68,7 @@ class Statistics:
 
     plan: Plan
     files: PlanFiles
-    world: World
+    world: RouterProblem
     silos: dict[str, Any]
 
     @property
@@ -153,12 +153,12 @@ class Folder:
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return make_world(SHARES, [300, 200])
+def world() -> RouterProblem:
+    return make_problem(SHARES, [300, 200])
 
 
 @pytest.fixture(scope="module")
-def files(world: World) -> PlanFiles:
+def files(world: RouterProblem) -> PlanFiles:
     fit = world.public[:600]
     encoder = PcaEncoder.fit(fit, 8)
     clusters = fit_clustering(encoder.encode(fit), GROUPS, 2, GROUPS, seed=0)
@@ -194,7 +194,7 @@ def _plan(kind: str, partition: str) -> Plan:
 
 
 def _statistics(
-    folder: Path, kind: str, partition: str, files: PlanFiles, world: World
+    folder: Path, kind: str, partition: str, files: PlanFiles, world: RouterProblem
 ) -> Statistics:
     """Lay out what the aggregator finds: public images, and experts of fresh weights."""
     group = world.public_group[:600].numpy()
@@ -262,7 +262,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "partition"), CASES)
 def test_trained_router_is_published_judged_and_loaded(
-    kind: str, partition: str, files: PlanFiles, world: World, tmp_path: Path
+    kind: str, partition: str, files: PlanFiles, world: RouterProblem, tmp_path: Path
 ) -> None:
     drawn = _statistics(tmp_path, kind, partition, files, world)
     report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]
@@ -297,7 +297,7 @@ def test_samples_router_learns_whose_public_images_are_from_their_labels(
     labels: str,
     partition: str,
     files: PlanFiles,
-    world: World,
+    world: RouterProblem,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -321,7 +321,7 @@ def test_samples_router_learns_whose_public_images_are_from_their_labels(
 
 
 def test_samples_router_reads_the_class_that_experts_were_told_to_draw(
-    files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: PlanFiles, world: RouterProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(under_test, "_fault", lambda *_: None)
     monkeypatch.setattr(under_test, "refuse_worse_than_prior", lambda *_: (0.0, 0.0, 0.0))
@@ -335,7 +335,7 @@ def test_samples_router_reads_the_class_that_experts_were_told_to_draw(
 
 
 def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
-    files: PlanFiles, world: World, tmp_path: Path
+    files: PlanFiles, world: RouterProblem, tmp_path: Path
 ) -> None:
     losses = []
     for partition in ("silo", "silo_cluster"):
@@ -367,7 +367,7 @@ def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
 
 
 def test_harmful_candidate_is_not_published_and_the_report_says_why(
-    files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: PlanFiles, world: RouterProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = _statistics(tmp_path, "learned", "silo", files, world)
     sketches = drawn.sketches()
@@ -380,7 +380,7 @@ def test_harmful_candidate_is_not_published_and_the_report_says_why(
 
 
 def test_releases_that_contradict_the_public_data_are_refused_and_nothing_is_written(
-    files: PlanFiles, world: World, tmp_path: Path
+    files: PlanFiles, world: RouterProblem, tmp_path: Path
 ) -> None:
     drawn = _statistics(tmp_path, "counts", "silo", files, world)
     east, north = (int(counts.argmax()) for counts in drawn.counts().values())

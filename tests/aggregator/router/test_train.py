@@ -13,21 +13,21 @@ from ddm.io.tensors import load_tensors, read_header, save_tensors
 from ddm.protocol.router_report import RouterReport
 from ddm.publishing.router_table import describe_router
 from ddm.routers.counts import CountsRouter
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, recipe
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 
 
-def weights(published: Published) -> dict[str, torch.Tensor]:
+def weights(published: PublishedRelease) -> dict[str, torch.Tensor]:
     return load_tensors(
         router_path(published.tiny.federation, published.plan_id), None, max_bytes=1 << 20
     )
 
 
 def test_learned_router_changes_with_the_sketches_received(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inventory = take_inventory(published.tiny.federation)
     first = train_router(published.tiny.federation, inventory, seed=0)
@@ -44,7 +44,7 @@ def test_learned_router_changes_with_the_sketches_received(
 
 
 def test_learned_router_starts_from_counts_but_moves_with_the_sketches(
-    published_once: Published,
+    published_once: PublishedRelease,
 ) -> None:
     from ddm.routers.refit import refit_shares
 
@@ -58,7 +58,9 @@ def test_learned_router_starts_from_counts_but_moves_with_the_sketches(
     assert float((refitted.log_mass_KG.exp() - counts.log_mass_KG.exp()).abs().max()) > 1e-6
 
 
-def test_report_publishes_learned_only_where_it_is_nowhere_worse(published_once: Published) -> None:
+def test_report_publishes_learned_only_where_it_is_nowhere_worse(
+    published_once: PublishedRelease,
+) -> None:
     federation = published_once.tiny.federation
     report = load_report(federation, take_inventory(federation))
     assert report.sketches is not None
@@ -72,7 +74,9 @@ def test_report_publishes_learned_only_where_it_is_nowhere_worse(published_once:
     assert report.published in describe_router(report)
 
 
-def test_router_of_other_submissions_is_not_published(published: Published, tmp_path: Path) -> None:
+def test_router_of_other_submissions_is_not_published(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
     federation = published.tiny.federation
     path = router_path(federation, published.plan_id).with_name("report.json")
     report = RouterReport.parse(path.read_bytes(), subject="report")
@@ -92,7 +96,7 @@ def test_router_before_any_submission_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [b"junk" * 50, None], ids=["junk", "another router"])
 def test_router_file_that_its_report_does_not_describe_is_not_published(
-    published: Published, tmp_path: Path, other: bytes | None
+    published: PublishedRelease, tmp_path: Path, other: bytes | None
 ) -> None:
     tiny = published.tiny
     path = router_path(tiny.federation, published.plan_id)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.runtime.database import fault_of, move_aside_if_damaged
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 PAGE = 4096
 
@@ -90,7 +90,7 @@ def test_journal_of_a_dead_process_is_played_back(tmp_path: Path) -> None:
     database = make(tmp_path / "superlink.db")
     with closing(sqlite3.connect(database)) as connection:
         before = connection.execute("SELECT key FROM node ORDER BY id").fetchall()
-    assert ended(forked(lambda: killed_in_a_transaction(database))) == 9
+    assert wait_for_exit(fork_process(lambda: killed_in_a_transaction(database))) == 9
     assert (tmp_path / "superlink.db-journal").stat().st_size > 0
     assert move_aside_if_damaged(database) is None
     with closing(sqlite3.connect(database)) as connection:
@@ -108,7 +108,7 @@ def test_truncated_database_is_repaired_from_its_write_ahead_log(tmp_path: Path)
         connection.executemany("INSERT INTO node (key) VALUES (?)", [(bytes(200),)] * 100)
         os._exit(9)
 
-    assert ended(forked(killed)) == 9
+    assert wait_for_exit(fork_process(killed)) == 9
     os.truncate(database, database.stat().st_size // 2 + 100)
     assert move_aside_if_damaged(database) is None
     with closing(sqlite3.connect(database)) as connection:
@@ -117,7 +117,7 @@ def test_truncated_database_is_repaired_from_its_write_ahead_log(tmp_path: Path)
 
 def test_journal_that_cannot_be_played_back_goes_aside_with_its_database(tmp_path: Path) -> None:
     database = make(tmp_path / "superlink.db")
-    assert ended(forked(lambda: killed_in_a_transaction(database))) == 9
+    assert wait_for_exit(fork_process(lambda: killed_in_a_transaction(database))) == 9
     # half the pages are new, and nobody knows how they were
     (tmp_path / "superlink.db-journal").unlink()
     with database.open("r+b") as stream:

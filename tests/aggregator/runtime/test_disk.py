@@ -12,7 +12,7 @@ from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.runtime.running import run_federation
 from ddm.errors import DiskError
-from tests.conftest import Planned, Published
+from tests.conftest import Planned, PublishedRelease
 from tests.support.federation import PASSPHRASE, TinyFederation
 
 
@@ -68,7 +68,7 @@ def release(tiny: TinyFederation, out: Path) -> None:
 @pytest.mark.parametrize("act", [router, release])
 def test_router_and_release_begin_on_no_full_and_no_read_only_disk(
     act: Callable[[TinyFederation, Path], None],
-    published: Published,
+    published: PublishedRelease,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -111,7 +111,7 @@ def upstream_of(tls: Path) -> Iterator[Upstream]:
 
 
 @dataclass
-class Proxy:
+class NginxProxy:
     """A running nginx."""
 
     fed: Path
@@ -158,7 +158,7 @@ def status_of(connection: socket.socket) -> int:
 
 
 @contextmanager
-def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator[Proxy]:
+def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator[NginxProxy]:
     nginx = find_nginx()
     flower = fed / "flower"
     assert nginx
@@ -166,7 +166,7 @@ def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator
     write_config(nginx, flower, render_config("127.0.0.1", port, upstream.port, limits))
     child = spawn(nginx_command(nginx, flower), log_path=flower / "nginx.log")
     try:
-        found = Proxy(fed, port, upstream)
+        found = NginxProxy(fed, port, upstream)
 
         def check() -> None:
             assert child.running(), child.log_tail()
@@ -178,7 +178,7 @@ def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NginxProxy]:
     # A name that a careless configuration would read as syntax.
     fed = tmp_path_factory.mktemp("a fed; with $odd {name}")
     make_tls(fed / "tls", ["127.0.0.1"])
@@ -187,13 +187,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def door(running: Proxy) -> Proxy:
+def door(running: NginxProxy) -> NginxProxy:
     running.upstream.requests.clear()
     return running
 
 
 @needs_nginx
-def test_request_of_a_silo_passes_as_it_was_sent(door: Proxy) -> None:
+def test_request_of_a_silo_passes_as_it_was_sent(door: NginxProxy) -> None:
     assert (
         door.post(body=b"\0\1payload", more="flwr-signature: abc\r\nX-Forwarded-For: 6.6.6.6\r\n")
         == 200
@@ -215,7 +215,7 @@ def test_proxy_lets_pass_what_flowers_nodes_ask_for() -> None:
 
 
 @needs_nginx
-def test_code_submitted_through_the_public_port_is_refused(door: Proxy) -> None:
+def test_code_submitted_through_the_public_port_is_refused(door: NginxProxy) -> None:
     for target in [
         "/v1/control/start-run",
         "/v1/runtime/push-messages",
@@ -235,7 +235,7 @@ def test_code_submitted_through_the_public_port_is_refused(door: Proxy) -> None:
 
 
 @needs_nginx
-def test_path_trick_reaches_nothing(door: Proxy) -> None:
+def test_path_trick_reaches_nothing(door: NginxProxy) -> None:
     for target in [
         "/v1/fleet/../control/start-run",
         "/v1/fleet/%2e%2e/control/start-run",
@@ -265,7 +265,7 @@ def test_path_trick_reaches_nothing(door: Proxy) -> None:
 
 
 @needs_nginx
-def test_absolute_target_of_a_silos_path_goes_to_flower_and_nowhere_else(door: Proxy) -> None:
+def test_absolute_target_of_a_silos_path_goes_to_flower_and_nowhere_else(door: NginxProxy) -> None:
     assert door.post(f"https://evil.example{FLEET}") == 200
     assert [(path, headers["host"]) for _, path, headers, _ in door.upstream.requests] == [
         (FLEET, "localhost")
@@ -273,7 +273,7 @@ def test_absolute_target_of_a_silos_path_goes_to_flower_and_nowhere_else(door: P
 
 
 @needs_nginx
-def test_second_request_smuggled_behind_a_first_is_judged_by_itself(door: Proxy) -> None:
+def test_second_request_smuggled_behind_a_first_is_judged_by_itself(door: NginxProxy) -> None:
     inner = b"POST /v1/control/start-run HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     outer = f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     for length in ("0", str(5 + len(inner))):
@@ -282,7 +282,7 @@ def test_second_request_smuggled_behind_a_first_is_judged_by_itself(door: Proxy)
 
 
 @needs_nginx
-def test_method_that_no_silo_uses_is_refused(door: Proxy) -> None:
+def test_method_that_no_silo_uses_is_refused(door: NginxProxy) -> None:
     for method in ["GET", "PUT", "DELETE", "CONNECT", "TRACE", "post"]:
         with case(method=method):
             request = f"{method} {FLEET} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -291,7 +291,7 @@ def test_method_that_no_silo_uses_is_refused(door: Proxy) -> None:
 
 
 @needs_nginx
-def test_plaintext_is_refused(door: Proxy) -> None:
+def test_plaintext_is_refused(door: NginxProxy) -> None:
     with socket.create_connection(("127.0.0.1", door.port), timeout=LIMIT_S) as plain:
         plain.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
         assert status_of(plain) == 400
@@ -300,7 +300,7 @@ def test_plaintext_is_refused(door: Proxy) -> None:
 
 @needs_nginx
 def test_client_refuses_the_server_when_it_trusts_another_authority(
-    door: Proxy, tmp_path: Path
+    door: NginxProxy, tmp_path: Path
 ) -> None:
     make_tls(tmp_path / "tls", ["127.0.0.1"])
     context = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.pem"))
@@ -339,13 +339,13 @@ def test_proxy_refuses_a_server_behind_it_that_another_authority_signed(tmp_path
     ],
     ids=["one large header", "many headers", "long path", "absurd length", "large body", "no HTTP"],
 )
-def test_header_bomb_is_refused(door: Proxy, bomb: str) -> None:
+def test_header_bomb_is_refused(door: NginxProxy, bomb: str) -> None:
     assert door.ask(bomb.encode()) in (400, 413, 414, 431)
     assert not door.upstream.requests
 
 
 @needs_nginx
-def test_body_without_a_length_is_cut_off_at_the_limit(door: Proxy) -> None:
+def test_body_without_a_length_is_cut_off_at_the_limit(door: NginxProxy) -> None:
     piece = b"%x\r\n" % 50_000 + b"b" * 50_000 + b"\r\n"
     head = f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     assert door.ask(head + piece * 50) in (0, 413)
@@ -353,7 +353,7 @@ def test_body_without_a_length_is_cut_off_at_the_limit(door: Proxy) -> None:
 
 
 @needs_nginx
-def test_body_without_a_length_below_the_limit_passes(door: Proxy) -> None:
+def test_body_without_a_length_below_the_limit_passes(door: NginxProxy) -> None:
     piece = b"%x\r\n" % 1000 + b"b" * 1000 + b"\r\n"
     head = f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
     assert door.ask(head + piece * 3 + b"0\r\n\r\n") == 200
@@ -387,20 +387,20 @@ def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:
 
 
 @pytest.fixture
-def hasty(tmp_path: Path) -> Iterator[Proxy]:
+def hasty(tmp_path: Path) -> Iterator[NginxProxy]:
     make_tls(tmp_path / "tls", ["127.0.0.1"])
     with upstream_of(tmp_path / "tls") as upstream, proxy_of(tmp_path, upstream, HASTY) as found:
         yield found
 
 
-def promptly(door: Proxy) -> int:
+def promptly(door: NginxProxy) -> int:
     """Post until nginx does not find that slow as well, as it may on a busy machine."""
     statuses = (door.post(more="flwr-signature: swift\r\n") for _ in range(10))
     return next((status for status in statuses if status not in (0, 408)), 0)
 
 
 @needs_nginx
-def test_slow_loris_is_dropped_while_others_are_served(hasty: Proxy) -> None:
+def test_slow_loris_is_dropped_while_others_are_served(hasty: NginxProxy) -> None:
     with ExitStack() as stack:
         lorises = [stack.enter_context(hasty.connect()) for _ in range(20)]
         for loris in lorises:
@@ -416,7 +416,7 @@ def test_slow_loris_is_dropped_while_others_are_served(hasty: Proxy) -> None:
 
 
 @needs_nginx
-def test_body_that_stops_midway_is_dropped(hasty: Proxy) -> None:
+def test_body_that_stops_midway_is_dropped(hasty: NginxProxy) -> None:
     with hasty.connect() as connection:
         connection.sendall(
             f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode()
@@ -426,7 +426,7 @@ def test_body_that_stops_midway_is_dropped(hasty: Proxy) -> None:
 
 
 @needs_nginx
-def test_one_address_cannot_take_up_all_requests(door: Proxy) -> None:
+def test_one_address_cannot_take_up_all_requests(door: NginxProxy) -> None:
     with ExitStack() as stack:
         for _ in range(LIMITS.requests):
             connection = stack.enter_context(door.connect())
@@ -439,7 +439,7 @@ def test_one_address_cannot_take_up_all_requests(door: Proxy) -> None:
 
 
 @needs_nginx
-def test_refusals_are_logged_without_what_they_carried(door: Proxy) -> None:
+def test_refusals_are_logged_without_what_they_carried(door: NginxProxy) -> None:
     for target in (
         f"/v1/control/x?{'s3cret' * 20}",
         "/" + "s3cret" * 20,
@@ -463,7 +463,7 @@ def test_refusals_are_logged_without_what_they_carried(door: Proxy) -> None:
 
 
 @needs_nginx
-def test_nothing_is_written_outside_the_federation(door: Proxy) -> None:
+def test_nothing_is_written_outside_the_federation(door: NginxProxy) -> None:
     text = (door.fed / "flower" / "nginx.conf").read_text()
     paths = re.findall(
         r"^\s*(?:pid|\w+_path|ssl_certificate\w*|proxy_ssl_trusted_certificate) (\S+);", text, re.M

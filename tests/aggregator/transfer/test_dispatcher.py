@@ -26,6 +26,7 @@ from ddm.transport.messages import (
 )
 from silo.courier.handlers import SiteLimits, answer
 from tests.support.bundles import Signer, site_settings
+from tests.support.clocks import ManualClock
 from tests.support.waiting import LIMIT_S
 
 PLAN = "digits-3f9a1c2e"
@@ -170,16 +171,8 @@ def test_dispatcher_fails_when_a_channel_meets_an_error_that_nobody_foresaw(worl
         dispatcher.run()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def channel_to(
-    world: World, behaviour: Behaviour, clock: Clock, **settings: object
+    world: World, behaviour: Behaviour, clock: ManualClock, **settings: object
 ) -> tuple[SiloChannel, FakeFlower]:
     flower = FakeFlower({b"north": behaviour})
     settings = {"pull_bytes": lambda: SHARD, **settings}
@@ -187,7 +180,10 @@ def channel_to(
 
 
 def step_until(
-    channel: SiloChannel, clock: Clock, until: Callable[[], bool], node: Node = Node(0, "first")
+    channel: SiloChannel,
+    clock: ManualClock,
+    until: Callable[[], bool],
+    node: Node = Node(0, "first"),
 ) -> float:
     for _ in range(4000):
         if until():
@@ -202,7 +198,7 @@ def pulls(flower: FakeFlower) -> list[Pull]:
 
 
 def test_every_byte_is_asked_for_once(world: World) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     channel, flower = channel_to(world, honest(world.silo("north")), clock)
     step_until(channel, clock, world.arrived("north").exists)
     requested = [span.num_bytes for pull in pulls(flower) for span in pull.spans]
@@ -212,7 +208,7 @@ def test_every_byte_is_asked_for_once(world: World) -> None:
 
 
 def test_no_more_messages_are_in_flight_than_allowed(world: World) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     num_in_flight = []
     limits = world.silo("north")
     channel, _ = channel_to(world, honest(limits), clock, max_in_flight=2)
@@ -227,7 +223,7 @@ def test_no_more_messages_are_in_flight_than_allowed(world: World) -> None:
 def test_answers_are_smaller_when_the_silo_gives_less_and_nothing_is_fetched_twice(
     world: World,
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     reply_sizes: list[int] = []
     limits = world.silo("north")
 
@@ -247,11 +243,11 @@ def test_answers_are_smaller_when_the_silo_gives_less_and_nothing_is_fetched_twi
 
 @pytest.mark.parametrize("rate", [1000, 5000])
 def test_shards_are_asked_for_no_faster_than_the_cap(world: World, rate: int) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     free = World(world.path / "free")
     channel, _ = channel_to(free, honest(free.silo("north", size=200_000)), clock)
     assert step_until(channel, clock, free.arrived("north").exists) < 20.0, "without a cap"
-    clock = Clock()
+    clock = ManualClock(0.0)
     limits = world.silo("north", size=200_000)
     channel, flower = channel_to(
         world, honest(limits), clock, rate_limits=(RateLimit(rate, clock), RateLimit(10**9, clock))
@@ -263,7 +259,7 @@ def test_shards_are_asked_for_no_faster_than_the_cap(world: World, rate: int) ->
 
 
 def test_lost_answer_is_asked_for_again_when_its_time_is_over(world: World) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     lost: list[Envelope[Request]] = []
     limits = world.silo("north")
 
@@ -286,7 +282,7 @@ def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(world: Wor
     limits = world.silo("north")
 
     def seconds_until_whole(lost_pull: int) -> float:
-        clock = Clock()
+        clock = ManualClock(0.0)
         seen: list[Envelope[Request]] = []
 
         def losing(request: Envelope[Request]) -> Envelope[Reply] | None:
@@ -309,7 +305,7 @@ def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(world: Wor
 
 
 def test_answers_are_forgotten_when_the_supernode_connects_again(world: World) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     channel, flower = channel_to(world, never, clock)
     for _ in range(5):
         channel.step(Node(0, "first"))
@@ -321,7 +317,7 @@ def test_answers_are_forgotten_when_the_supernode_connects_again(world: World) -
 
 
 def test_silo_that_fails_is_asked_ever_more_rarely(world: World) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     channel, flower = channel_to(world, garbage, clock)
     for _ in range(600):
         channel.step(Node(0, "first"))

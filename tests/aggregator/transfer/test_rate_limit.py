@@ -3,19 +3,12 @@
 import pytest
 
 from aggregator.transfer.dispatcher import RateLimit
+from tests.support.clocks import ManualClock
 
 MIB = 2**20
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def bytes_requested(limit: RateLimit, clock: Clock, seconds: int, message_bytes: int) -> int:
+def bytes_requested(limit: RateLimit, clock: ManualClock, seconds: int, message_bytes: int) -> int:
     """Return the bytes requested by a caller that tries four times a second."""
     total = 0
     for _ in range(seconds * 4):
@@ -28,7 +21,7 @@ def bytes_requested(limit: RateLimit, clock: Clock, seconds: int, message_bytes:
 
 @pytest.mark.parametrize("rate", [64 * 1024, MIB, 25 * MIB])
 def test_rate_holds_on_average_when_pieces_are_large(rate: int) -> None:
-    clock = Clock()
+    clock = ManualClock()
     limit = RateLimit(rate, clock)
     piece = limit.message_bytes(64 * MIB)
     total = bytes_requested(limit, clock, 600, piece)
@@ -36,14 +29,14 @@ def test_rate_holds_on_average_when_pieces_are_large(rate: int) -> None:
 
 
 def test_rest_is_not_saved_up_when_nothing_was_asked_for() -> None:
-    clock = Clock()
+    clock = ManualClock()
     limit = RateLimit(MIB, clock)
     clock.now += 3600
     assert bytes_requested(limit, clock, 60, MIB) <= 61 * MIB
 
 
 def test_cap_is_shared_when_two_silos_ask() -> None:
-    clock = Clock()
+    clock = ManualClock()
     shared = RateLimit(MIB, clock)
     shared.count(10 * MIB)
     assert not shared.allows_request()

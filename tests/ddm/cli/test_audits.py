@@ -8,16 +8,16 @@ import pytest
 from ddm.cli.audits import audit_lines, audits_as_json
 from ddm.loading.release import Release
 from ddm.protocol.submission import Responsible, Submission
-from tests.conftest import Published
-from tests.support.commands import command
-from tests.support.publishing import opened
+from tests.conftest import PublishedRelease
+from tests.support.commands import run_command
+from tests.support.publishing import verify_release
 
 FORGED = "chair\n  silo east, expert east: passed its leak audit"
 
 
 @pytest.fixture(scope="module")
-def release(published_once: Published) -> Release:
-    return opened(published_once, published_once.release)
+def release(published_once: PublishedRelease) -> Release:
+    return verify_release(published_once, published_once.release)
 
 
 def with_signed(release: Release, silo_id: str, **changes: object) -> Release:
@@ -28,7 +28,7 @@ def with_signed(release: Release, silo_id: str, **changes: object) -> Release:
 
 
 def test_verify_and_info_name_who_waived_why_and_until_when(
-    release: Release, published_once: Published
+    release: Release, published_once: PublishedRelease
 ) -> None:
     east = release.submissions["east"]
     assert isinstance(east, Submission) and east.audit.waiver
@@ -36,10 +36,13 @@ def test_verify_and_info_name_who_waived_why_and_until_when(
         f"{east.audit.waiver.expires_at:%Y-%m-%d} by its test operator: made-up images"  # fmt: skip
     for name in ("verify", "info"):
         assert (
-            said in command("ddm", name, published_once.release, "--root", published_once.root).out
+            said
+            in run_command("ddm", name, published_once.release, "--root", published_once.root).out
         )
     found = json.loads(
-        command("ddm", "info", published_once.release, "--root", published_once.root, "--json").out
+        run_command(
+            "ddm", "info", published_once.release, "--root", published_once.root, "--json"
+        ).out
     )
     assert found["plan_id"] == release.manifest.plan_id
     assert found["audits"] == audits_as_json(release)

@@ -21,7 +21,7 @@ from ddm.protocol.architecture import ClassCondition, NoCondition, TextCondition
 from ddm.protocol.data import DataSpec
 from ddm.sampling.strategies import strategy_named
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.islands import RECIPE, Owner, digits
 
 NUM = 24
@@ -300,7 +300,7 @@ def test_islands_are_distilled_into_a_student_that_is_told_the_class(
     ):
         drawn = tmp_path / "drawn.npz"
         how = ("--num", 5, "--steps", 2, "--class", 3, "--guidance", 1, "--device", "cpu")
-        sampled = command("ddm", "sample-student", out, *how, *words, "--out", drawn)
+        sampled = run_command("ddm", "sample-student", out, *how, *words, "--out", drawn)
         assert sampled.code == 0, sampled.err
         with np.load(drawn) as found:
             assert str(found["release"]) == record.source.manifest
@@ -328,7 +328,7 @@ def test_two_real_processes_draw_a_students_samples(owner: Owner, tmp_path: Path
     found = []
     for processes in (1, 2):
         how = ("--num", 5, "--steps", 2, "--class", 3, "--set", "batch=1", "--processes", processes)
-        done = command(
+        done = run_command(
             "ddm", "sample-student", out, *how, "--device", "cpu", "--out", tmp_path / "drawn.npz"
         )
         assert done.code == 0, done.err

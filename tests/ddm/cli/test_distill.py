@@ -14,7 +14,7 @@ from ddm.io.locks import locked
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.manifest import Manifest
 from ddm.system.console import run_app
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 
 
 def command(*words: object) -> int:
@@ -24,7 +24,7 @@ def command(*words: object) -> int:
     return int(done.value.code or 0)
 
 
-def distilled(published: Published, out: Path, *more: object) -> int:
+def distilled(published: PublishedRelease, out: Path, *more: object) -> int:
     return command(
         "distill",
         published.release,
@@ -39,7 +39,7 @@ def distilled(published: Published, out: Path, *more: object) -> int:
 
 
 def test_command_leaves_a_student_that_names_its_release_and_can_be_sampled_from(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     out = tmp_path / "student.safetensors"
     assert distilled(published, out, "--num", 20, "--steps", 4) == 0
@@ -60,7 +60,7 @@ def test_command_leaves_a_student_that_names_its_release_and_can_be_sampled_from
 
 
 def test_command_distils_at_given_images_into_another_architecture(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     out = tmp_path / "student.safetensors"
     images = tmp_path / "public.npz"
@@ -81,7 +81,7 @@ def test_command_distils_at_given_images_into_another_architecture(
 
 
 def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_random_weights(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    published: PublishedRelease, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = Manifest.parse(
         next(published.release.glob("targets/*/manifest.json")).read_bytes(), subject="manifest"
@@ -118,7 +118,7 @@ def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_
 
 
 def test_command_takes_any_file_name_and_refuses_what_would_fail_when_all_is_done(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    published: PublishedRelease, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "my stüdent.safetensors"
     asked = ("--num", 5, "--steps", 2)
@@ -147,7 +147,7 @@ def test_command_takes_any_file_name_and_refuses_what_would_fail_when_all_is_don
 
 
 def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
-    published: Published,
+    published: PublishedRelease,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -171,7 +171,7 @@ def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
 
 
 def test_command_refuses_a_release_that_was_tampered_with_and_flags_that_do_not_go_together(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     out = tmp_path / "student.safetensors"
     assert distilled(published, out, "--num", 5, "--data", "public.npz") == SetupError.exit_code

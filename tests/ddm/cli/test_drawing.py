@@ -27,10 +27,10 @@ from ddm.models.arithmetic import Arithmetic
 from ddm.sampling.expert_cache import LazyExperts
 from ddm.sampling.strategies import strategy_named
 from ddm.system.process_table import descendants, start_ticks
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
-from tests.support.processes import alive
-from tests.support.publishing import opened
+from tests.support.processes import is_running
+from tests.support.publishing import verify_release
 from tests.support.waiting import LIMIT_S, wait_until
 
 NUM = 11
@@ -38,8 +38,10 @@ SEED = 3
 STRATEGIES = ("lock", "sample", "full")
 
 
-def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: Any) -> SamplingJob:
-    release = opened(published, published.release)
+def job_of(
+    published: PublishedRelease, strategy: str = "lock", steps: int = 3, **how: Any
+) -> SamplingJob:
+    release = verify_release(published, published.release)
     source = ReleaseSource(
         release.plan,
         release.manifest,
@@ -65,7 +67,7 @@ def alone(job: SamplingJob) -> DrawnSamples:
 
 
 def test_processes_draw_what_one_would(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process's part is run here, one after the other; with one sample at a time not a byte may differ."""
 
@@ -89,7 +91,7 @@ def test_processes_draw_what_one_would(
 
 
 def test_process_loads_only_the_experts_of_its_samples_under_lock(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(published)
     loaded: dict[str, set[int]] = {}
@@ -113,8 +115,8 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
     assert sum(map(len, loaded.values())) <= len(job.how["prior"]) + 1
 
 
-def test_sample_is_the_same_in_any_company(published: Published) -> None:
-    ensemble = load_ensemble(opened(published, published.release))
+def test_sample_is_the_same_in_any_company(published: PublishedRelease) -> None:
+    ensemble = load_ensemble(verify_release(published, published.release))
     for strategy in STRATEGIES:
         few = ensemble.sample(
             3, strategy=strategy, steps=3, options=SamplingOptions(numbers=[7, 0, 2])
@@ -123,13 +125,15 @@ def test_sample_is_the_same_in_any_company(published: Published) -> None:
         torch.testing.assert_close(few, many[[7, 0, 2]], atol=1e-5, rtol=0)
 
 
-def command(published: Published, tmp_path: Path, *flags: object) -> list[str]:
+def command(published: PublishedRelease, tmp_path: Path, *flags: object) -> list[str]:
     words = (published.release, "--root", published.root, "--state", tmp_path / "state", *flags)
     return [sys.executable, "-m", "ddm.cli.main", "sample", *map(str, words)]
 
 
 @pytest.mark.slow
-def test_two_real_processes_write_the_bytes_of_one(published: Published, tmp_path: Path) -> None:
+def test_two_real_processes_write_the_bytes_of_one(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
     found = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.npz"
@@ -157,7 +161,7 @@ def test_two_real_processes_write_the_bytes_of_one(published: Published, tmp_pat
 
 
 @pytest.mark.slow
-def test_process_that_dies_ends_all_with_its_name(published: Published) -> None:
+def test_process_that_dies_ends_all_with_its_name(published: PublishedRelease) -> None:
     job = job_of(published, steps=10_000)
     pids: list[int] = []
 
@@ -170,12 +174,12 @@ def test_process_that_dies_ends_all_with_its_name(published: Published) -> None:
     with pytest.raises(SetupError, match="sampling process 2 of 2.*SIGKILL") as caught:
         draw_together(job, 100, 2, shares_of(job), kill_the_second)
     assert "--processes" in caught.value.remedy and "checkpoint" not in caught.value.remedy
-    assert len(pids) == 2 and not any(map(alive, pids))
+    assert len(pids) == 2 and not any(map(is_running, pids))
 
 
 @pytest.mark.slow
 def test_interrupt_ends_the_command_and_all_of_its_processes(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     out = tmp_path / "never.npz"
     words = command(
@@ -194,4 +198,4 @@ def test_interrupt_ends_the_command_and_all_of_its_processes(
     assert program.returncode == 130, told
     assert "Traceback" not in told
     assert not out.exists()
-    wait_until(lambda: not any(map(alive, found)), "the end of the processes")
+    wait_until(lambda: not any(map(is_running, found)), "the end of the processes")

@@ -15,10 +15,10 @@ from ddm.cli.strategy_options import expert_weights
 from ddm.ensemble import ClassPrior, Ensemble
 from ddm.errors import MathError, MemoryLimitError, SetupError
 from ddm.protocol.architecture import ClassCondition, TextCondition
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.errors import has_subject
-from tests.support.publishing import least_memory, opened
+from tests.support.publishing import least_memory, verify_release
 
 
 def sample(*words: object) -> BaseException | None:
@@ -94,7 +94,7 @@ def test_prior_is_dealt_among_silos_that_have_data() -> None:
             expert_weights("--prior", wrong, silo_ids, own)
 
 
-def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
+def test_flags_reach_the_sampler(published: PublishedRelease, tmp_path: Path) -> None:
     """Strategies, solvers and budgets give images; a budget gives the very same."""
     words = (
         published.release,
@@ -115,7 +115,7 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
             return np.asarray(found["images"])
 
     plain = draw("")
-    least = least_memory(opened(published, published.release), num=4, batch=64, steps=2)
+    least = least_memory(verify_release(published, published.release), num=4, batch=64, steps=2)
     assert np.array_equal(draw(f"--memory {least}"), plain)
     refused = sample(*words, "--out", tmp_path / "b.npz", "--memory", least - 1)
     assert isinstance(refused, MemoryLimitError) and "--num" in refused.remedy
@@ -129,7 +129,9 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
         assert not np.array_equal(draw(flags), plain)
 
 
-def test_images_of_ones_own_are_varied_and_completed(published: Published, tmp_path: Path) -> None:
+def test_images_of_ones_own_are_varied_and_completed(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
     words = (
         published.release,
         "--root",
@@ -141,7 +143,7 @@ def test_images_of_ones_own_are_varied_and_completed(published: Published, tmp_p
         "--num",
         2,
     )
-    plan = opened(published, published.release).plan
+    plan = verify_release(published, published.release).plan
     images = np.zeros((1, *plan.data.shape), np.float32)
     mask = np.ones(plan.data.shape[1:], np.uint8)
     mask[:, : mask.shape[1] // 2] = 0
@@ -152,7 +154,10 @@ def test_images_of_ones_own_are_varied_and_completed(published: Published, tmp_p
     def draw(*flags: object) -> np.ndarray:
         assert sample(*words, "--out", tmp_path / "out.npz", *flags) is None
         with np.load(tmp_path / "out.npz") as found:
-            assert str(found["release"]) == opened(published, published.release).manifest_digest
+            assert (
+                str(found["release"])
+                == verify_release(published, published.release).manifest_digest
+            )
             return np.asarray(found["images"])
 
     near = draw("--init", tmp_path / "images.npz", "--t-start", 0.05, "--strategy", "sample")
@@ -177,7 +182,9 @@ def test_images_of_ones_own_are_varied_and_completed(published: Published, tmp_p
         assert told in str(sample(*words, "--out", tmp_path / "out.npz", *flags))
 
 
-def test_class_is_refused_when_experts_know_none(published: Published, tmp_path: Path) -> None:
+def test_class_is_refused_when_experts_know_none(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
     words = (published.release, "--root", published.root, "--state", tmp_path / "state", "--num", 4)
     assert "condition" in str(sample(*words, "--out", tmp_path / "a.npz", "--class", 1))
 

@@ -179,7 +179,7 @@ def test_own_samples_have_the_class_they_are_told_and_those_told_none_have_the_l
     assert torch.equal(again.labels, lessons.labels[:300])
 
 
-class Reader:
+class TextReader:
     """An expert that answers how much text it is told."""
 
     def __call__(self, x_BD: Tensor, t_B: Tensor, c_BLD: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Reader:
 
 def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path) -> None:
     condition = TextCondition(dim=3, max_tokens=2, drop=0.5)
-    readers = Ensemble([Reader()] * 2, None, [1.0, 3.0], shape=(2,), condition=condition)
+    readers = Ensemble([TextReader()] * 2, None, [1.0, 3.0], shape=(2,), condition=condition)
     texts = torch.arange(1.0, 5.0)[:, None, None].expand(4, 2, 3)
     recipe = SampleRecipe(source="x", condition=condition, texts=texts, steps=2)
     lessons = own_samples(readers, 512, tmp_path, recipe, on_progress=lambda steps, total: None)

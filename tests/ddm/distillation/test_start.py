@@ -6,10 +6,10 @@ from ddm.distillation.start import initial_weights
 from ddm.loading.release import Release, open_release
 from ddm.protocol.architecture import ClassCondition, Dit
 from ddm.protocol.learning import Objective, SiloObjective
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 
 
-def opened(published: Published) -> Release:
+def opened(published: PublishedRelease) -> Release:
     return open_release(published.release, root=published.root, state=None)
 
 
@@ -34,7 +34,7 @@ def taught(release: Release, **predictions: str) -> Release:
 
 
 def test_largest_expert_that_predicts_as_a_student_does_is_the_start(
-    published_once: Published,
+    published_once: PublishedRelease,
 ) -> None:
     release = opened(published_once)
     digests = {expert.silo_id: expert.file.digest for expert in release.manifest.experts}
@@ -44,7 +44,7 @@ def test_largest_expert_that_predicts_as_a_student_does_is_the_start(
     assert start(taught(release, east="x_0", north="eps")) is None
 
 
-def test_student_of_another_form_has_no_start(published_once: Published) -> None:
+def test_student_of_another_form_has_no_start(published_once: PublishedRelease) -> None:
     release = opened(published_once)
     plan = release.plan
     wider = Dit(patch=2, hidden=24, depth=2, heads=2)

@@ -40,7 +40,7 @@ from ddm.protocol.learning import Training, UniformT
 from ddm.system.console import EXIT_TERMINATED, run_app
 from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, recipe
-from tests.support.text_encoders import network, save
+from tests.support.text_encoders import make_encoder, save_encoder
 
 SIZE = AutoencoderSize(
     channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4
@@ -210,7 +210,9 @@ def test_file_that_cannot_hold_the_samples_is_refused_before_any_is_drawn(
 
 def told_texts(folder: Path) -> Path:
     """A student that reads texts, its weights random; the encoder that its record pins is made in `folder`."""
-    condition = pin(save(folder / "tiny-t5", network("T5EncoderModel")), max_tokens=6, drop=0.1)
+    condition = pin(
+        save_encoder(folder / "tiny-t5", make_encoder("T5EncoderModel")), max_tokens=6, drop=0.1
+    )
     expert = build_expert(Dit.model_validate(ARCHITECTURE), PIXELS, condition=condition, seed=1)
     random = torch.Generator().manual_seed(0)
     state = {
@@ -261,7 +263,7 @@ def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
         == SetupError.exit_code
     )
     assert command("sample-student", *asked, "--class", 1) == SetupError.exit_code
-    save(tmp_path / "other", network("T5EncoderModel", seed=1))
+    save_encoder(tmp_path / "other", make_encoder("T5EncoderModel", seed=1))
     other = ("--text", "bright left", "--text-encoder", tmp_path / "other")
     assert command("sample-student", *asked, *other) == DigestError.exit_code
     assert "the file that the plan pins" in capsys.readouterr().err

@@ -27,7 +27,7 @@ SIZE = AutoencoderSize(
 SHAPES = [(2, 8, 12), (1, 4, 8, 6)]
 
 
-class Halves(nn.Module):
+class AveragingAutoencoder(nn.Module):
     """Three channels of 2 x 2 means, times 1, 2 and 3; decoded by repeating the first. Counts what it is given."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def test_identity_hands_on_what_it_is_given() -> None:
 
 
 def test_latents_are_the_posterior_mean_over_the_scale_and_decoding_undoes_the_scale() -> None:
-    latent = AutoencoderKl(Halves(), SIZE, (1, 4, 4), scale=2.0)
+    latent = AutoencoderKl(AveragingAutoencoder(), SIZE, (1, 4, 4), scale=2.0)
     x_N = samples(5, (1, 4, 4))
     mean_N = x_N.unfold(2, 2, 2).unfold(3, 2, 2).mean((-1, -2))
     seen = latent.encode(x_N)
@@ -76,7 +76,7 @@ def test_latents_are_the_posterior_mean_over_the_scale_and_decoding_undoes_the_s
 
 @pytest.mark.parametrize("num", [1, 64, 65])
 def test_every_block_has_the_same_size_and_progress_counts_samples_alone(num: int) -> None:
-    net = Halves()
+    net = AveragingAutoencoder()
     told = list[tuple[int, int]]()
     latent = AutoencoderKl(net, SIZE, (1, 4, 4))
     whole = latent.encode(samples(num, (1, 4, 4)), lambda done, total: told.append((done, total)))
@@ -87,12 +87,12 @@ def test_every_block_has_the_same_size_and_progress_counts_samples_alone(num: in
 
 
 def test_larger_samples_go_in_smaller_blocks() -> None:
-    assert AutoencoderKl(Halves(), SIZE, (1, 1024, 1024)).block == 2
-    assert AutoencoderKl(Halves(), SIZE, (1, 512, 512, 512)).block == 1
+    assert AutoencoderKl(AveragingAutoencoder(), SIZE, (1, 1024, 1024)).block == 2
+    assert AutoencoderKl(AveragingAutoencoder(), SIZE, (1, 512, 512, 512)).block == 1
 
 
 def test_samples_of_another_shape_and_answers_that_are_not_finite_are_refused() -> None:
-    latent = AutoencoderKl(Halves(), SIZE, (1, 4, 4))
+    latent = AutoencoderKl(AveragingAutoencoder(), SIZE, (1, 4, 4))
     with pytest.raises(ShapeError):
         latent.encode(samples(2, (1, 4, 6)))
     with pytest.raises(ShapeError):

@@ -17,7 +17,7 @@ from ddm.protocol.plan import Plan
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 from tests.support.errors import has_subject
-from tests.support.text_encoders import DIM, network, save
+from tests.support.text_encoders import DIM, make_encoder, save_encoder
 
 L = 5
 SHORT = "bright left"
@@ -26,7 +26,9 @@ LONG = "bright left dark right bright left"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("encoders") / "tiny-t5", network("T5EncoderModel"))
+    return save_encoder(
+        tmp_path_factory.mktemp("encoders") / "tiny-t5", make_encoder("T5EncoderModel")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,9 @@ def copied(folder: Path, to: Path) -> Path:
 def test_vectors_are_what_the_network_itself_answers_and_zero_beyond(
     kind: str, tmp_path: Path
 ) -> None:
-    net = network(kind)
+    net = make_encoder(kind)
     encoder = TextEncoder.open(
-        tmp_path / "e", pin(save(tmp_path / "e", net), max_tokens=L, drop=0.0)
+        tmp_path / "e", pin(save_encoder(tmp_path / "e", net), max_tokens=L, drop=0.0)
     )
     tower = {"T5Model": "encoder", "CLIPModel": "text_model"}.get(kind)
     with torch.no_grad():
@@ -86,7 +88,7 @@ def test_vectors_are_the_same_bits_whatever_the_texts_beside_are(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Private training hides a patient by the noise on its own gradient; its caption must not change others' inputs."""
-    mine = save(tmp_path / "e", network(kind))
+    mine = save_encoder(tmp_path / "e", make_encoder(kind))
     opened = TextEncoder.open(mine, pin(mine, max_tokens=8, drop=0.0))
     encoder = TextEncoder(opened.net.to(dtype), opened.tokenizer, 8)
     others = ["dark", "bright left", "", "left dark right", LONG]
@@ -137,7 +139,7 @@ def test_another_file_than_the_pinned_one_is_refused(
 def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = save(tmp_path / "mine", network("T5EncoderModel"))
+    mine = save_encoder(tmp_path / "mine", make_encoder("T5EncoderModel"))
     ran = tmp_path / "ran"
     settings = json.loads((mine / "config.json").read_text())
     settings["auto_map"] = dict.fromkeys(
@@ -189,7 +191,7 @@ def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_ask
 def test_shards_are_one_network_and_a_part_of_them_is_refused(
     folder: Path, condition: TextCondition, tmp_path: Path
 ) -> None:
-    whole = network("T5EncoderModel").state_dict()
+    whole = make_encoder("T5EncoderModel").state_dict()
     mine = copied(folder, tmp_path / "mine")
     names = sorted(whole)
     (mine / "model.safetensors").unlink()
@@ -205,7 +207,7 @@ def test_shards_are_one_network_and_a_part_of_them_is_refused(
 
 def test_pickled_incomplete_and_infinite_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     mine = copied(folder, tmp_path / "mine")
-    whole = network("T5EncoderModel").state_dict()
+    whole = make_encoder("T5EncoderModel").state_dict()
     weights = mine / "model.safetensors"
     lost = next(name for name in whole if name.endswith("wo.weight"))
     save_file({name: value.clone() for name, value in whole.items() if name != lost}, weights)
@@ -229,8 +231,8 @@ def test_pickled_incomplete_and_infinite_weights_are_refused(folder: Path, tmp_p
 
 
 def test_weights_without_the_pooler_that_many_publish_none_of_are_whole(tmp_path: Path) -> None:
-    net = network("BertModel")
-    mine = save(tmp_path / "mine", net)
+    net = make_encoder("BertModel")
+    mine = save_encoder(tmp_path / "mine", net)
     wanted = TextEncoder.open(mine, pin(mine, max_tokens=L, drop=0.0)).encode([LONG])
     without = {
         name: value.clone()
@@ -258,7 +260,7 @@ def test_weights_without_the_pooler_that_many_publish_none_of_are_whole(tmp_path
 def test_settings_that_make_no_network_are_refused_in_one_line(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
-    mine = save(tmp_path / "mine", network("BertModel"))
+    mine = save_encoder(tmp_path / "mine", make_encoder("BertModel"))
     config = json.loads((mine / "config.json").read_text())
     (mine / "config.json").write_text(json.dumps(config | settings))
     with pytest.raises(SetupError, match="a network of transformers") as caught:
@@ -273,8 +275,8 @@ def test_so_few_tokens_that_none_is_left_for_words_are_refused(folder: Path) -> 
 
 
 def test_networks_that_read_no_text_or_not_so_much_of_it_are_refused(tmp_path: Path) -> None:
-    bart = save(tmp_path / "bart", network("BartModel"))
-    bert = save(tmp_path / "bert", network("BertModel"))
+    bart = save_encoder(tmp_path / "bart", make_encoder("BartModel"))
+    bert = save_encoder(tmp_path / "bert", make_encoder("BertModel"))
     with pytest.raises(SetupError, match="a network of transformers"):
         pin(bart, max_tokens=L, drop=0.0)
     pin(bert, max_tokens=12, drop=0.0)
@@ -295,7 +297,7 @@ def test_encoder_of_another_width_than_the_plans_and_a_plan_without_one_are_refu
 
 
 def test_text_that_the_tokenizer_does_not_know_is_refused_without_saying_it(tmp_path: Path) -> None:
-    mine = save(tmp_path / "mine", network("T5EncoderModel"), unknown=None)
+    mine = save_encoder(tmp_path / "mine", make_encoder("T5EncoderModel"), unknown=None)
     encoder = TextEncoder.open(mine, pin(mine, max_tokens=L, drop=0.0))
     with pytest.raises(SetupError) as caught:
         encoder.encode(["bright", "Ms Miller"])
@@ -306,7 +308,7 @@ def test_text_that_the_tokenizer_does_not_know_is_refused_without_saying_it(tmp_
 def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_without_a_text(
     tmp_path: Path,
 ) -> None:
-    mine = save(tmp_path / "mine", network("T5EncoderModel"))
+    mine = save_encoder(tmp_path / "mine", make_encoder("T5EncoderModel"))
     tokenizer = Tokenizer.from_file(str(mine / "tokenizer.json"))
     tokenizer.normalizer = normalizers.Replace("~", "")
     # nothing at the end

@@ -19,11 +19,11 @@ from ddm.evaluation.classifier import train_classifier
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import sha256_file
 from ddm.protocol.data import DataSpec
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.browser import overflow, show_as
 from tests.support.case import case
 from tests.support.federation import images
-from tests.support.publishing import opened
+from tests.support.publishing import verify_release
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 
@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(published: Published, folder: Path, *words: object) -> tuple[str, BaseException | None]:
+def run(
+    published: PublishedRelease, folder: Path, *words: object
+) -> tuple[str, BaseException | None]:
     """Run the command; return what it printed and how it ended."""
     look = (published.release, "--root", published.root, "--state", folder / "state")
     arguments = ("--reference", folder / "reference.npz", *words)
@@ -57,7 +59,7 @@ def figures(printed: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def compared(published_once: Published, folder: Path) -> str:
+def compared(published_once: PublishedRelease, folder: Path) -> str:
     """Two strategies at once, with the page."""
     words = (
         "--num",
@@ -78,7 +80,7 @@ def compared(published_once: Published, folder: Path) -> str:
 
 
 def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
-    published_once: Published, folder: Path, compared: str
+    published_once: PublishedRelease, folder: Path, compared: str
 ) -> None:
     printed_figures = figures(compared)
     other_strategies = [other["strategy"] for other in printed_figures["compared"]]
@@ -89,7 +91,7 @@ def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
         app, ["sample", *map(str, (*look, "--num", 60, "--steps", 4, "--out", out))]
     )
     assert drawn.exception is None
-    release = opened(published_once, published_once.release)
+    release = verify_release(published_once, published_once.release)
     encoder = PlanFiles.load(release.plan, release.folder).encoder
     with (
         np.load(out) as samples,
@@ -154,7 +156,9 @@ def test_page_fits_a_phone_and_a_desktop(folder: Path, compared: str, browser: C
         assert overflow(browser) == 0, device
 
 
-def test_table_names_what_the_figures_do_not_say(published_once: Published, folder: Path) -> None:
+def test_table_names_what_the_figures_do_not_say(
+    published_once: PublishedRelease, folder: Path
+) -> None:
     np.savez(folder / "nine.npz", images=images(9, 0.0, seed=3))
     printed, error = run(
         published_once, folder, "--samples", folder / "nine.npz", "--neighbours", 3
@@ -173,7 +177,7 @@ def test_table_names_what_the_figures_do_not_say(published_once: Published, fold
     assert "share error" not in printed  # the file does not say which silo its samples came from
 
 
-def test_wrong_files_and_flags_are_refused(published_once: Published, folder: Path) -> None:
+def test_wrong_files_and_flags_are_refused(published_once: PublishedRelease, folder: Path) -> None:
     np.savez(folder / "large.npz", images=np.zeros((20, 1, 5, 4), np.float32))
     np.savez(folder / "bright.npz", images=np.full((20, 1, 4, 4), 7.0, np.float32))
     np.savez(folder / "owners.npz", images=images(20, 0.0, seed=3), expert=np.full(20, 2))
@@ -203,7 +207,7 @@ def test_wrong_files_and_flags_are_refused(published_once: Published, folder: Pa
 
 
 def test_samples_are_held_to_the_range_of_the_reference(
-    published_once: Published, folder: Path
+    published_once: PublishedRelease, folder: Path
 ) -> None:
     """Other ways to write the same samples give the same figures; another range is refused, never clipped."""
     rows = images(60, 0.0, seed=9)
@@ -272,7 +276,9 @@ def test_samples_are_held_to_the_range_of_the_reference(
             assert error.subject in ("samples", "image values", "image shape")
 
 
-def test_other_features_are_opened_by_their_names(published_once: Published, folder: Path) -> None:
+def test_other_features_are_opened_by_their_names(
+    published_once: PublishedRelease, folder: Path
+) -> None:
     """A small classifier and a network of timm, each with its file's digest beside the figures."""
     from tests.ddm.encoders.test_timm import weights
 

@@ -20,7 +20,7 @@ from ddm.protocol.classes import Classes
 from ddm.protocol.data import DataSpec
 from tests.support.case import case
 from tests.support.errors import has_subject
-from tests.support.text_encoders import network
+from tests.support.text_encoders import make_encoder
 
 SPEC = DataSpec(shape=(1, 8, 8), range=(0.0, 1.0))
 
@@ -80,7 +80,7 @@ def test_file_of_a_classifier_that_is_not_one_is_refused(tmp_path: Path) -> None
 
 def clip_folder(folder: Path, seed: int = 0) -> tuple[Path, torch.nn.Module]:
     """A tiny CLIP as transformers saves one."""
-    net = network("CLIPModel", seed)
+    net = make_encoder("CLIPModel", seed)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(net.config.to_dict()))
     save_tensors(folder / "model.safetensors", net.state_dict())

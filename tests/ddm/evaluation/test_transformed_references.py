@@ -16,8 +16,8 @@ from ddm.protocol.base import sha256_file
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import FullRange, Slices, TransformSpec
-from tests.conftest import Published
-from tests.support.commands import command
+from tests.conftest import PublishedRelease
+from tests.support.commands import run_command
 from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, declare, recipe
 from tests.support.publishing import publish_short_pages
@@ -32,7 +32,7 @@ def raw(num: int = NUM, size: tuple[int, ...] = (3, 12, 9)) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+def published(tmp_path_factory: pytest.TempPathFactory) -> PublishedRelease:
     """A release of a plan that takes colours of any size."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("transformed"), {"north": 40})
     np.savez(tiny.path / "north.npz", images=raw(40))
@@ -43,7 +43,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     with pytest.MonkeyPatch.context() as patch:
         publish_short_pages(patch)
         plan_id = tiny.complete(tiny.path / "release", plan_recipe)
-    return Published(tiny.path / "release", tiny.root, plan_id, tiny)
+    return PublishedRelease(tiny.path / "release", tiny.root, plan_id, tiny)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def evaluated(published: Published, reference: Path, *more: object) -> dict[str, Any]:
+def evaluated(published: PublishedRelease, reference: Path, *more: object) -> dict[str, Any]:
     arguments = (
         "--reference",
         reference,
@@ -71,14 +71,16 @@ def evaluated(published: Published, reference: Path, *more: object) -> dict[str,
         "--json",
         *more,
     )
-    finished = command("ddm", "evaluate", published.release, "--root", published.root, *arguments)
+    finished = run_command(
+        "ddm", "evaluate", published.release, "--root", published.root, *arguments
+    )
     assert finished.code == 0, finished.err
     document: dict[str, Any] = json.loads(finished.out)
     return document
 
 
 def test_figures_are_the_same_whether_the_reference_is_raw_or_prepared(
-    published: Published, folder: Path
+    published: PublishedRelease, folder: Path
 ) -> None:
     prepared = evaluated(published, folder / "prepared.npz")
     pictures = evaluated(published, folder / "pictures", "--holdout", folder / "raw.npz")
@@ -95,13 +97,13 @@ def test_figures_are_the_same_whether_the_reference_is_raw_or_prepared(
 
 
 def test_student_is_the_same_whether_its_images_are_raw_or_prepared(
-    published: Published, folder: Path
+    published: PublishedRelease, folder: Path
 ) -> None:
     students = []
     for name in ("pictures", "prepared.npz"):
         out = folder / f"{Path(name).stem}.safetensors"
         # fmt: skip
-        finished = command(
+        finished = run_command(
             "ddm",
             "distill",
             published.release,
@@ -146,7 +148,9 @@ def test_columns_follow_the_slices_of_a_volume(tmp_path: Path) -> None:
     )
 
 
-def test_what_no_reader_could_compare_with_is_refused(published: Published, folder: Path) -> None:
+def test_what_no_reader_could_compare_with_is_refused(
+    published: PublishedRelease, folder: Path
+) -> None:
     with pytest.raises(DataError, check=has_subject("--by")):
         open_reference(folder / "pictures", DATA, "hospital", SPEC)
     (folder / "pictures" / "note.png").write_bytes(b"no picture")
@@ -155,9 +159,11 @@ def test_what_no_reader_could_compare_with_is_refused(published: Published, fold
     with pytest.raises(DataError, match="folder"):
         open_reference(folder / "pictures", DATA)
     look = (published.release, "--root", published.root)
-    finished = command("ddm", "evaluate", *look, "--reference", folder / "pictures", "--num", 16)
+    finished = run_command(
+        "ddm", "evaluate", *look, "--reference", folder / "pictures", "--num", 16
+    )
     assert finished.code == DataError.exit_code and "note.png" in finished.err
     assert (
-        command("ddm", "evaluate", *look, "--reference", folder / "raw.npz").code
+        run_command("ddm", "evaluate", *look, "--reference", folder / "raw.npz").code
         == SetupError.exit_code
     )

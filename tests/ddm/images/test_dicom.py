@@ -25,16 +25,16 @@ from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.dicom_files import (
-    bare,
-    baseline,
-    big_endian,
-    enhanced,
-    inflating,
-    packed,
     tags_of,
-    through_gdcm,
     waves,
     write,
+    write_baseline_jpeg,
+    write_big_endian,
+    write_compressed,
+    write_enhanced,
+    write_inflating,
+    write_through_gdcm,
+    write_without_meta,
 )
 
 
@@ -64,17 +64,17 @@ def deflated(path: Path) -> Path:
 
 SYNTAXES = {
     "explicit": lambda path: write(tags_of(waves()), path),
-    "RLE": lambda path: packed(tags_of(waves()), RLELossless, path),
-    "JPEG-LS": lambda path: packed(tags_of(waves()), JPEGLSLossless, path),
-    "JPEG 2000": lambda path: packed(tags_of(waves()), JPEG2000Lossless, path),
-    "JPEG baseline": baseline,
-    "JPEG lossless": lambda path: through_gdcm(
+    "RLE": lambda path: write_compressed(tags_of(waves()), RLELossless, path),
+    "JPEG-LS": lambda path: write_compressed(tags_of(waves()), JPEGLSLossless, path),
+    "JPEG 2000": lambda path: write_compressed(tags_of(waves()), JPEG2000Lossless, path),
+    "JPEG baseline": write_baseline_jpeg,
+    "JPEG lossless": lambda path: write_through_gdcm(
         write(tags_of(waves()), path.with_suffix(".raw")), path, "JPEGLosslessProcess14_1"
     ),
     "deflated": deflated,
-    "big endian": big_endian,
-    "no preamble, explicit": lambda path: bare(path, implicit=False),
-    "no preamble, implicit": lambda path: bare(path, implicit=True),
+    "big endian": write_big_endian,
+    "no preamble, explicit": lambda path: write_without_meta(path, implicit=False),
+    "no preamble, implicit": lambda path: write_without_meta(path, implicit=True),
 }
 
 
@@ -175,12 +175,12 @@ def test_colours_come_as_rgb_from_ybr_and_palettes(tmp_path: Path) -> None:
 
 def test_frames_make_a_volume_only_where_they_lie_evenly(tmp_path: Path) -> None:
     frames = waves((4, 6, 5))
-    (volume,) = pictures(enhanced(frames, [30, 10, 20, 0], tmp_path / "volume"))
+    (volume,) = pictures(write_enhanced(frames, [30, 10, 20, 0], tmp_path / "volume"))
     # from inferior to superior
     assert (volume.values[0] == frames[[3, 1, 2, 0]].astype(int) * 2 - 1000).all()
     assert volume.spacing == (10, 0.5, 0.75)
     for places in ([0, 10, 20, 20], [0, 10, 20, 35]):
-        apart = pictures(enhanced(frames, places, tmp_path / "frames"))
+        apart = pictures(write_enhanced(frames, places, tmp_path / "frames"))
         assert [each.values.shape for each in apart] == [(1, 6, 5)] * 4
         assert (apart[2].values[0] == frames[2].astype(int) * 2 - 1000).all()
     clip = pictures(write(tags_of(frames), tmp_path / "clip"))
@@ -220,8 +220,10 @@ def test_overlays_and_faces_are_flagged(tmp_path: Path) -> None:
     assert pictures(write(tags, tmp_path / "overlay"))[0].flags == {Flag.OVERLAY}
     frames = waves((30, 32, 32))
     places = [5.0 * number for number in range(30)]
-    assert pictures(enhanced(frames, places, tmp_path / "head", "HEAD"))[0].flags == {Flag.FACE}
-    assert not pictures(enhanced(frames, places, tmp_path / "chest", "CHEST"))[0].flags
+    assert pictures(write_enhanced(frames, places, tmp_path / "head", "HEAD"))[0].flags == {
+        Flag.FACE
+    }
+    assert not pictures(write_enhanced(frames, places, tmp_path / "chest", "CHEST"))[0].flags
 
 
 def test_broken_files_have_their_true_reason(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_broken_files_have_their_true_reason(tmp_path: Path) -> None:
     assert reason_of(cut) is Reason.TRUNCATED
     cut.write_bytes(whole[: whole.index(b"\xe0\x7f\x10\x00") - 10])
     assert reason_of(cut) is Reason.TRUNCATED
-    rle = packed(tags_of(waves()), RLELossless, tmp_path / "rle").read_bytes()
+    rle = write_compressed(tags_of(waves()), RLELossless, tmp_path / "rle").read_bytes()
     cut.write_bytes(rle[: rle.index(b"\xe0\x7f\x10\x00") + 200])
     assert reason_of(cut) in (Reason.TRUNCATED, Reason.DAMAGED)
     tags = tags_of(waves())
@@ -300,7 +302,7 @@ def test_every_file_that_pydicom_brings_loads_as_pydicom_loads_it_or_is_refused(
 
 
 def test_control_inflating_file_is_small_and_its_data_set_large(tmp_path: Path) -> None:
-    path = inflating(tmp_path / "bomb", 1 << 24)
+    path = write_inflating(tmp_path / "bomb", 1 << 24)
     assert path.stat().st_size < 1 << 16
 
 

@@ -11,7 +11,7 @@ from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture
 from ddm.images.reasons import ImageError
 from tests.support.case import case
-from tests.support.dicom_files import enhanced, tags_of, waves, write
+from tests.support.dicom_files import tags_of, waves, write, write_enhanced
 
 
 def pictures(path: Path) -> list[DecodedPicture]:
@@ -49,7 +49,7 @@ def placed(
     """Write frames 4 mm apart, after a change of the tags."""
     import pydicom
 
-    path = enhanced(
+    path = write_enhanced(
         values, steps or [4.0 * number for number in range(len(values))], tmp_path / "a.dcm"
     )
     if change is not None:

@@ -28,7 +28,7 @@ from tests.support.dicom_files import (
     dct_jpeg,
     lossless_jpeg,
     run_length,
-    through_gdcm,
+    write_through_gdcm,
 )
 
 IMPLICIT = "1.2.840.10008.1.2"
@@ -553,9 +553,9 @@ def test_lossy_greys_are_within_the_error_of_their_encoder(tmp_path: Any) -> Non
         "JPEGLSLossless",
     ):
         with case(kind=kind):
-            content = through_gdcm(tmp_path / "a.dcm", tmp_path / "b.dcm", kind).read_bytes()
+            content = write_through_gdcm(tmp_path / "a.dcm", tmp_path / "b.dcm", kind).read_bytes()
             assert (pictures(content)[0].values[0] == values[0]).all()
-    content = through_gdcm(
+    content = write_through_gdcm(
         tmp_path / "a.dcm", tmp_path / "b.dcm", "JPEGExtendedProcess2_4"
     ).read_bytes()
     assert refusal(content).reason is Reason.UNSUPPORTED

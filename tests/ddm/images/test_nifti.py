@@ -14,7 +14,7 @@ from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 from tests.support.dicom_files import waves
-from tests.support.volume_files import CODES, mgh, nifti
+from tests.support.volume_files import CODES, encode_mgh, encode_nifti
 
 SHAPE = (4, 5, 6)
 RAS = np.eye(4)
@@ -71,9 +71,9 @@ def test_every_order_and_direction_of_axes_is_turned_to_the_patients() -> None:
                 d, h, w = np.indices((length[2], length[1], length[0]))
                 expected = 100 * d + 10 * (length[1] - 1 - h) + (length[0] - 1 - w)
                 for actual in (
-                    picture(nifti(voxels, affine=matrix)),
-                    picture(nifti(voxels, affine=matrix, version=2, order=">")),
-                    picture(mgh(voxels[..., None], matrix[:3, :3] / sides, sides), "a.mgh"),
+                    picture(encode_nifti(voxels, affine=matrix)),
+                    picture(encode_nifti(voxels, affine=matrix, version=2, order=">")),
+                    picture(encode_mgh(voxels[..., None], matrix[:3, :3] / sides, sides), "a.mgh"),
                 ):
                     assert (actual.values[0] == expected).all()
                     assert actual.spacing == tuple(sides[order.index(axis)] for axis in (2, 1, 0))
@@ -85,7 +85,7 @@ def test_oblique_axes_go_to_the_nearest_of_the_patient_without_resampling() -> N
         turn = np.eye(4)
         turn[1:3, 1:3] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
         voxels = waves(SHAPE).astype(np.int16)
-        actual = picture(nifti(voxels, affine=turn @ np.diag([-1.0, -2, 3, 1])))
+        actual = picture(encode_nifti(voxels, affine=turn @ np.diag([-1.0, -2, 3, 1])))
         assert (actual.values[0] == in_file(voxels)).all()
         assert np.allclose(actual.spacing or (), (3, 2, 1))
 
@@ -98,33 +98,34 @@ def test_axes_that_are_not_at_right_angles_are_refused_in_every_place() -> None:
             matrix[row, column] = shear
             with case(row, column, shear):
                 if is_refused:
-                    assert "shear" in refusal(nifti(voxels, affine=matrix)).detail
+                    assert "shear" in refusal(encode_nifti(voxels, affine=matrix)).detail
                     assert (
-                        "shear" in refusal(mgh(voxels[..., None], matrix[:3, :3]), "a.mgh").detail
+                        "shear"
+                        in refusal(encode_mgh(voxels[..., None], matrix[:3, :3]), "a.mgh").detail
                     )
                 else:
                     assert (
-                        picture(nifti(voxels, affine=matrix)).values[0] == in_file(voxels)
+                        picture(encode_nifti(voxels, affine=matrix)).values[0] == in_file(voxels)
                     ).all()
 
 
 def test_sform_comes_before_qform_and_qform_before_the_sides_of_voxels() -> None:
     voxels, matrix = of_places((2, 0, 1), (1, -1, 1), (1.0, 1.0, 1.0))
-    right = picture(nifti(voxels, affine=matrix)).values
+    right = picture(encode_nifti(voxels, affine=matrix)).values
     quatern = {"qform_code": 1, "pixdim": [1.0, 2, 3, 4, 1, 1, 1, 1], "quatern": [0.0, 0.0, 1.0]}
-    assert (picture(nifti(voxels, affine=matrix, **quatern)).values == right).all()
+    assert (picture(encode_nifti(voxels, affine=matrix, **quatern)).values == right).all()
     # Half a turn about the axis through the head: x and y go to the left and to the back.
-    actual = picture(nifti(voxels, **quatern))
+    actual = picture(encode_nifti(voxels, **quatern))
     assert (actual.values[0] == in_file(voxels)).all() and actual.spacing == (4, 3, 2)
-    mirrored = picture(nifti(voxels, **(quatern | {"pixdim": [-1.0, 2, 3, 4, 1, 1, 1, 1]})))
+    mirrored = picture(encode_nifti(voxels, **(quatern | {"pixdim": [-1.0, 2, 3, 4, 1, 1, 1, 1]})))
     assert (mirrored.values[0] == in_file(voxels)[::-1]).all()
     # A quarter turn about the x axis (b = sin 45 degrees): y goes to the top, z to the back.
     half = float(np.sqrt(0.5))
-    lying = picture(nifti(voxels, **(quatern | {"quatern": [half, 0.0, 0.0]})))
+    lying = picture(encode_nifti(voxels, **(quatern | {"quatern": [half, 0.0, 0.0]})))
     assert (lying.values[0] == voxels.transpose(1, 2, 0)[:, :, ::-1]).all()
     assert np.allclose(lying.spacing or (), (3, 4, 2))
     # Neither: the first axis to the left, the second to the front, the third to the top, as in ANALYZE.
-    bare = picture(nifti(voxels, pixdim=[1.0, 2, 3, 4, 1, 1, 1, 1]))
+    bare = picture(encode_nifti(voxels, pixdim=[1.0, 2, 3, 4, 1, 1, 1, 1]))
     assert (bare.values[0] == in_file(voxels)[:, ::-1]).all() and bare.spacing == (4, 3, 2)
     for fields, detail in (
         ({"qform_code": 1, "quatern": [0.9, 0.9, 0.0]}, "quatern"),
@@ -134,17 +135,19 @@ def test_sform_comes_before_qform_and_qform_before_the_sides_of_voxels() -> None
         ({"sform_code": 1, "srow": [float("nan")] * 12}, "axes"),
     ):
         with case(fields):
-            assert detail in refusal(nifti(voxels, **fields)).detail
+            assert detail in refusal(encode_nifti(voxels, **fields)).detail
 
 
 def test_units_of_length_are_known_and_an_unknown_one_counts_as_mm() -> None:
     voxels = waves(SHAPE).astype(np.int16)
     for units, factor in ((0, 1), (1, 1000), (2, 1), (3, 0.001), (2 | 8, 1), (3 | 16, 0.001)):
         with case(units):
-            actual = picture(nifti(voxels, affine=np.diag([-1.0, -2, 3, 1]), xyzt_units=units))
+            actual = picture(
+                encode_nifti(voxels, affine=np.diag([-1.0, -2, 3, 1]), xyzt_units=units)
+            )
             assert np.allclose(actual.spacing or (), (3 * factor, 2 * factor, factor))
     for units in (5, 7, 2 | 64, 128):
-        assert "xyzt_units" in refusal(nifti(voxels, affine=AXIAL, xyzt_units=units)).detail
+        assert "xyzt_units" in refusal(encode_nifti(voxels, affine=AXIAL, xyzt_units=units)).detail
 
 
 def test_every_type_byte_order_and_version_is_read_to_the_value(tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_every_type_byte_order_and_version_is_read_to_the_value(tmp_path: Path) 
         full = (float(np.iinfo(kind).min), float(np.iinfo(kind).max)) if small else None
         for order, version in product("<>", (1, 2)):
             with case(name, order, version):
-                data = nifti(
+                data = encode_nifti(
                     voxels, affine=AXIAL, order=order, version=version, extension=b"anything"
                 )
                 path.write_bytes(gzip.compress(data))
@@ -174,8 +177,8 @@ def test_every_type_byte_order_and_version_is_read_to_the_value(tmp_path: Path) 
                     )
                     assert actual.values.dtype.isnative
     for code in (1, 32, 1536, 1792, 2048, 9):
-        assert "datatype" in refusal(nifti(voxels, affine=AXIAL, datatype=code)).detail
-    assert "bitpix" in refusal(nifti(voxels, affine=AXIAL, bitpix=8)).detail
+        assert "datatype" in refusal(encode_nifti(voxels, affine=AXIAL, datatype=code)).detail
+    assert "bitpix" in refusal(encode_nifti(voxels, affine=AXIAL, bitpix=8)).detail
 
 
 def test_scaling_is_done_where_the_slope_says_so() -> None:
@@ -193,14 +196,17 @@ def test_scaling_is_done_where_the_slope_says_so() -> None:
         for version in (1, 2):
             with case(slope, intercept, version):
                 actual = picture(
-                    nifti(
+                    encode_nifti(
                         voxels, affine=AXIAL, version=version, scl_slope=slope, scl_inter=intercept
                     )
                 )
                 assert (actual.values[0] == in_file(voxels) * expected[0] + expected[1]).all()
                 ends = sorted(bound * expected[0] + expected[1] for bound in (-32768, 32767))
                 assert actual.full == tuple(ends)
-    assert "scl_inter" in refusal(nifti(voxels, affine=AXIAL, scl_slope=2.0, scl_inter=nan)).detail
+    assert (
+        "scl_inter"
+        in refusal(encode_nifti(voxels, affine=AXIAL, scl_slope=2.0, scl_inter=nan)).detail
+    )
 
 
 def test_the_window_is_that_of_cal_min_and_cal_max() -> None:
@@ -212,7 +218,10 @@ def test_the_window_is_that_of_cal_min_and_cal_max() -> None:
         (0.0, float("nan"), None),
     ):
         with case(low, high):
-            assert picture(nifti(voxels, affine=AXIAL, cal_min=low, cal_max=high)).window == window
+            assert (
+                picture(encode_nifti(voxels, affine=AXIAL, cal_min=low, cal_max=high)).window
+                == window
+            )
 
 
 def pictures(
@@ -228,10 +237,12 @@ def pictures(
 def test_a_fourth_axis_holds_channels_unless_it_is_time() -> None:
     voxels = waves((*SHAPE, 3)).astype(np.int16)
     expected = voxels.transpose(3, 2, 1, 0)
-    assert (picture(nifti(voxels, affine=AXIAL)).values == expected).all()
-    assert (picture(nifti(voxels, affine=AXIAL, xyzt_units=2)).values == expected).all()
+    assert (picture(encode_nifti(voxels, affine=AXIAL)).values == expected).all()
+    assert (picture(encode_nifti(voxels, affine=AXIAL, xyzt_units=2)).values == expected).all()
     for unit in (8, 16, 24, 32, 40, 48):
-        series = nifti(voxels, affine=AXIAL, xyzt_units=2 | unit, scl_slope=2.0, scl_inter=1.0)
+        series = encode_nifti(
+            voxels, affine=AXIAL, xyzt_units=2 | unit, scl_slope=2.0, scl_inter=1.0
+        )
         for data in (series, gzip.compress(series)):
             with case(unit):
                 for actual, volume in zip(pictures(data), expected, strict=True):
@@ -240,22 +251,24 @@ def test_a_fourth_axis_holds_channels_unless_it_is_time() -> None:
                         1,
                         1,
                     )
-    one = picture(nifti(voxels[..., :1], affine=AXIAL, xyzt_units=10))
+    one = picture(encode_nifti(voxels[..., :1], affine=AXIAL, xyzt_units=10))
     assert (one.values == expected[:1]).all()
-    fifth = nifti(voxels.reshape(*SHAPE, 1, 3), affine=AXIAL, intent_code=1007, xyzt_units=10)
+    fifth = encode_nifti(
+        voxels.reshape(*SHAPE, 1, 3), affine=AXIAL, intent_code=1007, xyzt_units=10
+    )
     assert (picture(fifth).values == expected).all()
     for shape in ((*SHAPE, 2, 3), (4, 5, 1, 1, 1, 2), (4,)):
-        assert refusal(nifti(np.zeros(shape, np.int16), affine=AXIAL)).reason is Reason.SHAPE
-    trailing = picture(nifti(voxels[..., 0].reshape(*SHAPE, 1, 1, 1, 1), affine=AXIAL))
+        assert refusal(encode_nifti(np.zeros(shape, np.int16), affine=AXIAL)).reason is Reason.SHAPE
+    trailing = picture(encode_nifti(voxels[..., 0].reshape(*SHAPE, 1, 1, 1, 1), affine=AXIAL))
     assert (trailing.values == expected[:1]).all()
     for dim in ([0, *SHAPE], [8, *SHAPE], [3, 4, 0, 6], [3, 4, -5, 6]):
         with case(dim):
-            assert refusal(nifti(voxels, affine=AXIAL, dim=dim)).reason is Reason.DAMAGED
+            assert refusal(encode_nifti(voxels, affine=AXIAL, dim=dim)).reason is Reason.DAMAGED
 
 
 def test_each_time_of_a_series_is_a_volume_and_a_broken_file_gives_none() -> None:
     voxels = waves((*SHAPE, 3)).astype(np.int16)
-    data = nifti(voxels, affine=AXIAL, xyzt_units=10)
+    data = encode_nifti(voxels, affine=AXIAL, xyzt_units=10)
     packed = gzip.compress(data)
     spoiled = packed[:-8] + bytes([packed[-8] ^ 1]) + packed[-7:]
     for broken, reason in (
@@ -269,48 +282,50 @@ def test_each_time_of_a_series_is_a_volume_and_a_broken_file_gives_none() -> Non
         assert caught.value.reason is reason
     assert refusal(data, limits=DecodeLimits(pictures=2)).reason is Reason.TOO_LARGE
     assert len(pictures(data, limits=DecodeLimits(values=voxels[..., 0].size))) == 3
-    slices = nifti(voxels[:, :, :1], affine=AXIAL, xyzt_units=10)
+    slices = encode_nifti(voxels[:, :, :1], affine=AXIAL, xyzt_units=10)
     assert [actual.values.shape for actual in pictures(slices)] == [(1, 5, 4)] * 3
     rgb = np.zeros((*SHAPE, 2), [("R", "u1"), ("G", "u1"), ("B", "u1")])
     rgb["G"][..., 1] = 7
-    first, second = pictures(nifti(rgb, affine=AXIAL, datatype=128, xyzt_units=10))
+    first, second = pictures(encode_nifti(rgb, affine=AXIAL, datatype=128, xyzt_units=10))
     assert (
         not first.values.any()
         and (second.values[1] == 7).all()
         and second.values.shape == (3, 6, 5, 4)
     )
-    assert "channels" in refusal(nifti(rgb, affine=AXIAL, datatype=128)).detail
-    fifth = nifti(voxels.reshape(*SHAPE, 3, 1)[..., [0, 0]], affine=AXIAL, xyzt_units=10)
+    assert "channels" in refusal(encode_nifti(rgb, affine=AXIAL, datatype=128)).detail
+    fifth = encode_nifti(voxels.reshape(*SHAPE, 3, 1)[..., [0, 0]], affine=AXIAL, xyzt_units=10)
     assert refusal(fifth).reason is Reason.SHAPE
 
 
 def test_frames_of_mgh_hold_channels_unless_they_are_time() -> None:
     voxels = waves((*SHAPE, 3)).astype(np.float32)
     for repetition_time in (None, 0.0):
-        actual = picture(mgh(voxels, AXIAL[:3, :3], repetition_time=repetition_time), "a.mgh")
+        actual = picture(
+            encode_mgh(voxels, AXIAL[:3, :3], repetition_time=repetition_time), "a.mgh"
+        )
         assert (actual.values == voxels.transpose(3, 2, 1, 0)).all()
-    series = mgh(voxels, AXIAL[:3, :3], repetition_time=2000.0)
+    series = encode_mgh(voxels, AXIAL[:3, :3], repetition_time=2000.0)
     for data in (series, gzip.compress(series)):
         for actual, volume in zip(
             pictures(data, "a.mgz"), voxels.transpose(3, 2, 1, 0), strict=True
         ):
             assert (actual.values == volume[None]).all()
     assert picture(
-        mgh(voxels[..., :1], AXIAL[:3, :3], repetition_time=2000.0), "a.mgh"
+        encode_mgh(voxels[..., :1], AXIAL[:3, :3], repetition_time=2000.0), "a.mgh"
     ).values.shape == (1, 6, 5, 4)
 
 
 def test_types_of_mgh_are_read_to_the_value_and_one_without_axes_is_refused() -> None:
     for kind in (np.uint8, np.int16, np.uint16, np.int32, np.float32):
         voxels = waves((*SHAPE, 1), high=250).astype(kind)
-        data = mgh(voxels, AXIAL[:3, :3], repetition_time=0.0)
+        data = encode_mgh(voxels, AXIAL[:3, :3], repetition_time=0.0)
         for packed in (data, gzip.compress(data)):
             with case(kind):
                 actual = picture(packed, "a.mgz")
                 assert (actual.values[0] == in_file(voxels[..., 0])).all()
-    assert "type" in refusal(mgh(voxels, AXIAL[:3, :3], code=7), "a.mgh").detail
-    assert "goodRASFlag" in refusal(mgh(voxels, AXIAL[:3, :3], has_axes=0), "a.mgh").detail
-    assert refusal(mgh(voxels, AXIAL[:3, :3])[:-9], "a.mgh").reason is Reason.TRUNCATED
+    assert "type" in refusal(encode_mgh(voxels, AXIAL[:3, :3], code=7), "a.mgh").detail
+    assert "goodRASFlag" in refusal(encode_mgh(voxels, AXIAL[:3, :3], has_axes=0), "a.mgh").detail
+    assert refusal(encode_mgh(voxels, AXIAL[:3, :3])[:-9], "a.mgh").reason is Reason.TRUNCATED
 
 
 def test_intents_other_than_tones_are_refused_and_statistics_are_not() -> None:
@@ -334,10 +349,17 @@ def test_intents_other_than_tones_are_refused_and_statistics_are_not() -> None:
     ):
         for version in (1, 2):
             with case(intent, version):
-                error = refusal(nifti(voxels, affine=AXIAL, version=version, intent_code=intent))
+                error = refusal(
+                    encode_nifti(voxels, affine=AXIAL, version=version, intent_code=intent)
+                )
                 assert error.reason is Reason.NO_PICTURE and "intent_code" in error.detail
     for intent in (0, 3, 5, 22, 1001, 1007, 1011, 2003):
-        assert picture(nifti(voxels, affine=AXIAL, intent_code=intent)).values.shape == (1, 6, 5, 4)
+        assert picture(encode_nifti(voxels, affine=AXIAL, intent_code=intent)).values.shape == (
+            1,
+            6,
+            5,
+            4,
+        )
 
 
 def test_colours_are_channels() -> None:
@@ -352,10 +374,10 @@ def test_colours_are_channels() -> None:
         expected = np.moveaxis(colours[..., :3], -1, 0).swapaxes(1, -1)
         for code, array in ((128, rgb), (2304, rgba)):
             with case(code, shape):
-                actual = picture(nifti(array, affine=AXIAL, datatype=code, scl_slope=2.0))
+                actual = picture(encode_nifti(array, affine=AXIAL, datatype=code, scl_slope=2.0))
                 assert (actual.values == expected).all() and actual.full == (0, 255)
         rgba["A"][1, 2] = 254
-        assert "RGBA32" in refusal(nifti(rgba, affine=AXIAL, datatype=2304)).detail
+        assert "RGBA32" in refusal(encode_nifti(rgba, affine=AXIAL, datatype=2304)).detail
 
 
 def test_flat_images_are_those_of_a_screen_whatever_their_third_axis_says() -> None:
@@ -366,31 +388,34 @@ def test_flat_images_are_those_of_a_screen_whatever_their_third_axis_says() -> N
         {"qform_code": 1, "quatern": [0.0, 0.0, 1.0], "pixdim": [1.0, 1, 1, 0, 0, 0, 0, 0]},
     ):
         with case(fields):
-            actual = picture(nifti(flat, **fields))
+            actual = picture(encode_nifti(flat, **fields))
             assert (actual.values[0] == flat.T).all() and actual.spacing == (1, 1)
     sagittal = np.zeros((4, 4))
     sagittal[1, 0] = -2
     sagittal[2, 1] = 3
     sagittal[0, 2] = 1
     sagittal[3, 3] = 1
-    actual = picture(nifti(flat[..., None], affine=sagittal))
+    actual = picture(encode_nifti(flat[..., None], affine=sagittal))
     assert (actual.values[0] == flat.T[::-1]).all() and actual.spacing == (3, 2)
 
 
 def test_places_of_the_voxels_are_obeyed_or_refused() -> None:
     voxels = waves(SHAPE).astype(np.int16)
-    data = nifti(voxels, affine=AXIAL, vox_offset=512)
+    data = encode_nifti(voxels, affine=AXIAL, vox_offset=512)
     moved = data[:352] + bytes(512 - 352) + data[352:]
     for content in (moved, gzip.compress(moved)):
         assert (picture(content).values[0] == in_file(voxels)).all()
     for offset in (0, 100, 348, -8, 352.5, float("nan"), 1e30):
         with case(offset):
-            assert "vox_offset" in refusal(nifti(voxels, affine=AXIAL, vox_offset=offset)).detail
-    assert refusal(nifti(voxels, affine=AXIAL, vox_offset=1e6)).reason is Reason.TRUNCATED
+            assert (
+                "vox_offset"
+                in refusal(encode_nifti(voxels, affine=AXIAL, vox_offset=offset)).detail
+            )
+    assert refusal(encode_nifti(voxels, affine=AXIAL, vox_offset=1e6)).reason is Reason.TRUNCATED
 
 
 def test_gzip_is_read_in_several_members_and_to_its_check_sum() -> None:
-    data = nifti(waves((20, 20, 20)).astype(np.int16), affine=AXIAL)
+    data = encode_nifti(waves((20, 20, 20)).astype(np.int16), affine=AXIAL)
     expected = picture(data).values
     parts = gzip.compress(data[:300]) + gzip.compress(data[300:1000]) + gzip.compress(data[1000:])
     assert (picture(parts).values == expected).all()
@@ -408,22 +433,22 @@ def test_gzip_is_read_in_several_members_and_to_its_check_sum() -> None:
 
 
 def test_broken_volumes_have_their_true_reason() -> None:
-    data = nifti(waves((8, 8, 8)).astype(np.int16), affine=AXIAL)
+    data = encode_nifti(waves((8, 8, 8)).astype(np.int16), affine=AXIAL)
     assert refusal(data[:-100]).reason is Reason.TRUNCATED
     assert refusal(gzip.compress(data[:-100])).reason is Reason.TRUNCATED
-    large = nifti(
+    large = encode_nifti(
         np.zeros((1, 1, 1), np.int16), affine=AXIAL, dim=[4, 32767, 32767, 32767, 32767, 1, 1, 1]
     )
     assert refusal(large).reason is Reason.TOO_LARGE
     assert refusal(gzip.compress(b"a text")).reason is Reason.ARCHIVE
     for floats in (np.full((8, 8, 8), np.nan, np.float32), np.full((8, 8, 8), 1e300)):
-        assert refusal(nifti(floats, affine=AXIAL)).reason is Reason.NOT_FINITE
+        assert refusal(encode_nifti(floats, affine=AXIAL)).reason is Reason.NOT_FINITE
     assert refusal(data.replace(b"n+1\0", b"ni1\0")).reason is Reason.UNSUPPORTED
 
 
 def test_nibabel_writes_what_is_read(tmp_path: Path) -> None:
     voxels, matrix = of_places((1, 2, 0), (-1, 1, -1), (1.0, 2.0, 3.0))
-    expected = picture(nifti(voxels, affine=matrix))
+    expected = picture(encode_nifti(voxels, affine=matrix))
     kinds: tuple[tuple[Any, str], ...] = (
         (nibabel.Nifti1Image, "a.nii"),
         (nibabel.Nifti1Image, "a.nii.gz"),
@@ -466,5 +491,5 @@ def test_public_files_are_read_as_their_headers_say() -> None:
 
 def test_volumes_that_may_show_a_face_are_flagged() -> None:
     head = waves((64, 64, 64), high=200, dtype=np.uint8)
-    assert picture(nifti(head, affine=np.diag([3.0, 3, 3, 1]))).flags == {Flag.FACE}
-    assert not picture(nifti(head, affine=np.diag([0.5, 0.5, 0.5, 1]))).flags
+    assert picture(encode_nifti(head, affine=np.diag([3.0, 3, 3, 1]))).flags == {Flag.FACE}
+    assert not picture(encode_nifti(head, affine=np.diag([0.5, 0.5, 0.5, 1]))).flags

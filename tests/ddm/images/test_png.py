@@ -13,7 +13,7 @@ from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
-from tests.support.png_files import SIGNATURE, chunk, png
+from tests.support.png_files import SIGNATURE, encode_png, png_chunk
 
 H = 19
 W = 27
@@ -68,7 +68,9 @@ def test_every_colour_type_depth_and_interlace_method_is_read_to_the_value(tmp_p
         samples = noise(CHANNELS[colour], depth)
         for interlace in (False, True):
             with case(colour, depth, interlace):
-                path.write_bytes(png(samples, depth, colour, interlace=interlace, idat_bytes=100))
+                path.write_bytes(
+                    encode_png(samples, depth, colour, interlace=interlace, idat_bytes=100)
+                )
                 actual = picture(path.read_bytes())
                 assert (
                     np.moveaxis(actual.values, 0, -1) == on_screen(samples, depth, colour)
@@ -87,7 +89,7 @@ def test_every_size_up_to_a_pass_of_interlacing_is_read() -> None:
         for width in range(1, 10):
             with case(height, width):
                 part = samples[:height, :width]
-                assert (values(png(part, 16, RGB, interlace=True)) == part).all()
+                assert (values(encode_png(part, 16, RGB, interlace=True)) == part).all()
 
 
 def test_palettes_are_looked_up_with_their_transparency() -> None:
@@ -102,15 +104,15 @@ def test_palettes_are_looked_up_with_their_transparency() -> None:
         plte = (b"PLTE", colours.astype(np.uint8).tobytes())
         for interlace in (False, True):
             with case(depth, interlace):
-                data = png(indices, depth, PALETTE, before=[plte], interlace=interlace)
+                data = encode_png(indices, depth, PALETTE, before=[plte], interlace=interlace)
                 assert (values(data) == colours[indices[..., 0]]).all()
                 trns = (b"tRNS", alpha.astype(np.uint8).tobytes())
-                data = png(indices, depth, PALETTE, before=[plte, trns], interlace=interlace)
+                data = encode_png(indices, depth, PALETTE, before=[plte, trns], interlace=interlace)
                 assert (values(data) == clear[indices[..., 0]]).all()
         beyond = indices.copy()
         beyond[3, 4] = num
-        assert "PLTE" in refusal(png(beyond, depth, PALETTE, before=[plte])).detail
-    assert "PLTE" in refusal(png(noise(1, 8), 8, PALETTE)).detail
+        assert "PLTE" in refusal(encode_png(beyond, depth, PALETTE, before=[plte])).detail
+    assert "PLTE" in refusal(encode_png(noise(1, 8), 8, PALETTE)).detail
 
 
 def test_one_transparent_colour_is_black_at_every_depth() -> None:
@@ -123,13 +125,15 @@ def test_one_transparent_colour_is_black_at_every_depth() -> None:
             (samples == clear).all(-1, keepdims=True), 0, on_screen(samples, depth, colour)
         )
         with case(colour, depth):
-            data = png(samples, depth, colour, before=[(b"tRNS", clear.astype(">u2").tobytes())])
+            data = encode_png(
+                samples, depth, colour, before=[(b"tRNS", clear.astype(">u2").tobytes())]
+            )
             assert (values(data) == expected).all()
     # A colour that shares only the upper bytes, or one sample, is not transparent.
     samples = np.array([[[0x1234, 0x1234, 0x1234], [0x1235, 0x1234, 0x1234]]], np.uint16)
-    data = png(samples, 16, RGB, before=[(b"tRNS", samples[0, 0].astype(">u2").tobytes())])
+    data = encode_png(samples, 16, RGB, before=[(b"tRNS", samples[0, 0].astype(">u2").tobytes())])
     assert (values(data) == [[[0, 0, 0], [0x1235, 0x1234, 0x1234]]]).all()
-    assert "tRNS" in refusal(png(noise(1, 8), 8, GREY, before=[(b"tRNS", b"\0")])).detail
+    assert "tRNS" in refusal(encode_png(noise(1, 8), 8, GREY, before=[(b"tRNS", b"\0")])).detail
 
 
 def test_orientation_is_applied_to_every_kind_before_and_behind_the_pixels() -> None:
@@ -137,7 +141,7 @@ def test_orientation_is_applied_to_every_kind_before_and_behind_the_pixels() -> 
     for colour, depth in [*KINDS, (PALETTE, 4)]:
         samples = noise(CHANNELS[colour], depth)
         palette = [plte] if colour == PALETTE else []
-        straight = values(png(samples, depth, colour, before=palette))
+        straight = values(encode_png(samples, depth, colour, before=palette))
         turns = {
             1: straight,
             2: straight[:, ::-1],
@@ -154,14 +158,17 @@ def test_orientation_is_applied_to_every_kind_before_and_behind_the_pixels() -> 
             with case(colour, depth, orientation):
                 block = (b"eXIf", exif(orientation, "<>"[orientation % 2]))
                 assert (
-                    values(png(samples, depth, colour, before=[*palette, block])) == expected
+                    values(encode_png(samples, depth, colour, before=[*palette, block])) == expected
                 ).all()
                 assert (
-                    values(png(samples, depth, colour, before=palette, after=[block])) == expected
+                    values(encode_png(samples, depth, colour, before=palette, after=[block]))
+                    == expected
                 ).all()
     assert (
         "EXIF"
-        in refusal(png(noise(1, 8), 8, GREY, before=[(b"eXIf", b"II*\0\xff\xff\xff\0")])).detail
+        in refusal(
+            encode_png(noise(1, 8), 8, GREY, before=[(b"eXIf", b"II*\0\xff\xff\xff\0")])
+        ).detail
     )
 
 
@@ -176,11 +183,11 @@ def test_chunks_on_colour_and_few_significant_bits_change_no_value() -> None:
     ]
     for one in chunks:
         with case(one[0]):
-            actual = picture(png(samples, 8, RGB, before=[one]))
+            actual = picture(encode_png(samples, 8, RGB, before=[one]))
             assert (np.moveaxis(actual.values, 0, -1) == samples).all() and actual.full == (0, 255)
     background = (b"bKGD", struct.pack(">HHH", 255, 255, 255))
     assert (
-        values(png(noise(4, 8), 8, RGB_ALPHA, before=[background]))
+        values(encode_png(noise(4, 8), 8, RGB_ALPHA, before=[background]))
         == on_screen(noise(4, 8), 8, RGB_ALPHA)
     ).all()
 
@@ -193,8 +200,8 @@ def test_animations_and_apples_variant_are_refused() -> None:
             written, "PNG", save_all=True, append_images=frames, default_image=default_image
         )
         assert "acTL" in refusal(written.getvalue()).detail
-    plain = png(noise(1, 8), 8, GREY)
-    assert "CgBI" in refusal(SIGNATURE + chunk(b"CgBI", bytes(4)) + plain[8:]).detail
+    plain = encode_png(noise(1, 8), 8, GREY)
+    assert "CgBI" in refusal(SIGNATURE + png_chunk(b"CgBI", bytes(4)) + plain[8:]).detail
 
 
 def test_pixels_that_are_not_square_have_spacings() -> None:
@@ -205,7 +212,7 @@ def test_pixels_that_are_not_square_have_spacings() -> None:
         (0, 2000, 1, None),
     ):
         with case(per_column, per_row, unit):
-            data = png(
+            data = encode_png(
                 noise(1, 8),
                 8,
                 GREY,
@@ -216,7 +223,7 @@ def test_pixels_that_are_not_square_have_spacings() -> None:
 
 def test_every_flipped_byte_that_matters_is_noticed() -> None:
     samples = noise(3, 16)[:5, :5]
-    whole = png(samples, 16, RGB, before=[(b"tRNS", bytes(6)), (b"eXIf", exif(6))])
+    whole = encode_png(samples, 16, RGB, before=[(b"tRNS", bytes(6)), (b"eXIf", exif(6))])
     expected = values(whole)
     for position in range(8, len(whole)):
         data = bytearray(whole)
@@ -231,7 +238,7 @@ def test_every_flipped_byte_that_matters_is_noticed() -> None:
 
 def test_broken_files_have_their_true_reason() -> None:
     samples = noise(3, 8)
-    whole = png(samples, 8, RGB)
+    whole = encode_png(samples, 8, RGB)
     for length in range(60, len(whole) - 1, 100):
         with case(length):
             assert refusal(whole[:length]).reason is Reason.TRUNCATED
@@ -241,7 +248,12 @@ def test_broken_files_have_their_true_reason() -> None:
         header = struct.pack(
             ">IIBBBBB", sizes.get("width", W), sizes.get("height", H), 8, 2, 0, 0, 0
         )
-        return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", raw) + chunk(b"IEND", b"")
+        return (
+            SIGNATURE
+            + png_chunk(b"IHDR", header)
+            + png_chunk(b"IDAT", raw)
+            + png_chunk(b"IEND", b"")
+        )
 
     rows = b"".join(b"\0" + row.astype(np.uint8).tobytes() for row in samples.reshape(H, -1))
     assert (values(with_pixels(zlib.compress(rows))) == samples).all()
@@ -256,17 +268,19 @@ def test_broken_files_have_their_true_reason() -> None:
     assert refusal(with_pixels(b"", width=1 << 17, height=1 << 17)).reason is Reason.TOO_LARGE
     assert refusal(with_pixels(b"", width=0)).reason is Reason.DAMAGED
     assert (
-        refusal(SIGNATURE + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b"")).reason
+        refusal(SIGNATURE + png_chunk(b"IHDR", bytes(13)) + png_chunk(b"IEND", b"")).reason
         is Reason.DAMAGED
     )
     bad_depth = (
         SIGNATURE
-        + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 4, 2, 0, 0, 0))
-        + chunk(b"IEND", b"")
+        + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 4, 2, 0, 0, 0))
+        + png_chunk(b"IEND", b"")
     )
     assert "IHDR" in refusal(bad_depth).detail
-    assert refusal(png(samples, 8, RGB, before=[(b"ABCD", b"")])).reason is Reason.UNSUPPORTED
-    no_pixels = SIGNATURE + whole[8:33] + chunk(b"IEND", b"")
+    assert (
+        refusal(encode_png(samples, 8, RGB, before=[(b"ABCD", b"")])).reason is Reason.UNSUPPORTED
+    )
+    no_pixels = SIGNATURE + whole[8:33] + png_chunk(b"IEND", b"")
     assert refusal(no_pixels).reason is Reason.NO_PIXELS
 
 
@@ -278,7 +292,7 @@ def test_huge_texts_and_profiles_ask_for_no_memory_and_are_still_looked_at() -> 
         (b"iTXt", b"a\0\1\0\0\0" + bomb),
         (b"iCCP", b"a\0\0" + bomb),
     ]
-    actual = picture(png(samples, 8, RGB, before=texts))
+    actual = picture(encode_png(samples, 8, RGB, before=texts))
     assert (np.moveaxis(actual.values, 0, -1) == samples).all() and not actual.flags
     for text in (
         (b"tEXt", b"Software\0Screenshot tool"),
@@ -287,8 +301,8 @@ def test_huge_texts_and_profiles_ask_for_no_memory_and_are_still_looked_at() -> 
         (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0<exif:UserComment>Screenshot</exif:UserComment>"),
     ):
         with case(text[0]):
-            assert picture(png(samples, 8, RGB, before=[text])).flags == {Flag.SCREENSHOT}
-            assert not picture(png(samples[..., :1], 8, GREY, before=[text])).flags
+            assert picture(encode_png(samples, 8, RGB, before=[text])).flags == {Flag.SCREENSHOT}
+            assert not picture(encode_png(samples[..., :1], 8, GREY, before=[text])).flags
 
 
 def test_pypng_and_pillow_write_what_is_read() -> None:

@@ -21,7 +21,7 @@ from silo.data.cohort import Cohort
 from tests.support.case import case
 from tests.support.cohorts import cohort_at
 from tests.support.errors import has_subject
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 DATA = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 TRANSFORM = Transform(TransformSpec(storage="uint8"), DATA)
@@ -130,10 +130,10 @@ def killed_at(number: int) -> Iterator[Item]:
 def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_whole(
     tmp_path: Path,
 ) -> None:
-    pid = forked(
+    pid = fork_process(
         lambda: store_cohort(tmp_path, ["inputs"], TRANSFORM, killed_at(4500), max_images=10_000)
     )
-    assert ended(pid) == -signal.SIGKILL
+    assert wait_for_exit(pid) == -signal.SIGKILL
     left = {path.name for path in tmp_path.iterdir()} - {".unpacking.lock"}
     assert left and all(name.startswith(".unpacked-") and name.endswith(".part") for name in left)
     stored = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(50), max_images=100)

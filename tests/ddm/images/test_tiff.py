@@ -14,7 +14,7 @@ from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
-from tests.support.tiff_files import DEFLATE, JPEG, LZW, NONE, PACK_BITS, page, tiff
+from tests.support.tiff_files import DEFLATE, JPEG, LZW, NONE, PACK_BITS, encode_tiff, tiff_page
 
 H = 21
 W = 37  # no multiples of a byte's bits, a tile or each other
@@ -114,8 +114,8 @@ def test_every_type_layout_byte_order_and_compression_is_read_to_the_value() -> 
                             "order": order,
                             "photometric": 2 if channels == 3 else 1,
                         }
-                        data = tiff(
-                            page(array, **options, **layout),
+                        data = encode_tiff(
+                            tiff_page(array, **options, **layout),
                             order=order,
                             big=layout["compression"] == LZW,
                         )
@@ -136,8 +136,10 @@ def test_few_and_odd_bits_are_read_to_the_value_in_either_byte_order() -> None:
                 {"planar": 2, "rows": 5},
             ):
                 with case(bits, channels, **layout):
-                    made = page(array, bits=bits, photometric=2 if channels == 3 else 1, **layout)
-                    actual = picture(tiff(made, order=layout.get("order", "<")))
+                    made = tiff_page(
+                        array, bits=bits, photometric=2 if channels == 3 else 1, **layout
+                    )
+                    actual = picture(encode_tiff(made, order=layout.get("order", "<")))
                     assert (np.moveaxis(actual.values, 0, -1) == array.astype(int) * spread).all()
                     assert actual.full == (0, top * spread)
 
@@ -152,13 +154,15 @@ def test_orientation_is_applied_to_every_type_from_path_and_bytes(tmp_path: Path
     ]
     for array, options in kinds:
         channels = array.shape[-1]
-        straight = values(tiff(page(array, photometric=2 if channels == 3 else 1, **options)))
+        straight = values(
+            encode_tiff(tiff_page(array, photometric=2 if channels == 3 else 1, **options))
+        )
         for orientation in range(1, 9):
             with case(array.dtype, channels, orientation=orientation):
-                made = page(
+                made = tiff_page(
                     array, photometric=2 if channels == 3 else 1, tags={274: orientation}, **options
                 )
-                path.write_bytes(tiff(made))
+                path.write_bytes(encode_tiff(made))
                 expected = turned(straight, orientation)
                 assert (values(path.read_bytes()) == expected).all()
                 (picture,) = decode(FileContent.of(path))
@@ -169,17 +173,19 @@ def test_orientation_is_applied_to_every_type_from_path_and_bytes(tmp_path: Path
 def test_orientation_is_applied_to_palettes_inks_and_transparency() -> None:
     colours = noise(np.uint16, 3, 255)[:16, 0] * 257
     kinds = (
-        page(noise(np.uint8, 1, 15), bits=4, photometric=3, tags={320: colours.T.ravel().tolist()}),
-        page(noise(np.uint8, 4), photometric=5),
-        page(noise(np.uint16, 4), photometric=2, extra=[2]),
-        page(noise(np.uint16, 1), photometric=0),
+        tiff_page(
+            noise(np.uint8, 1, 15), bits=4, photometric=3, tags={320: colours.T.ravel().tolist()}
+        ),
+        tiff_page(noise(np.uint8, 4), photometric=5),
+        tiff_page(noise(np.uint16, 4), photometric=2, extra=[2]),
+        tiff_page(noise(np.uint16, 1), photometric=0),
     )
     for number, made in enumerate(kinds):
-        straight = values(tiff(made))
+        straight = values(encode_tiff(made))
         for orientation in range(1, 9):
             with case(number, orientation):
                 tagged = {"segments": made["segments"], "tags": made["tags"] | {274: orientation}}
-                assert (values(tiff(tagged)) == turned(straight, orientation)).all()
+                assert (values(encode_tiff(tagged)) == turned(straight, orientation)).all()
 
 
 def test_extra_samples_say_what_a_further_sample_is() -> None:
@@ -192,32 +198,36 @@ def test_extra_samples_say_what_a_further_sample_is() -> None:
         for planar in (1, 2):
             with case(dtype, planar):
                 made = {"photometric": 2, "planar": planar}
-                assert (values(tiff(page(array, extra=[0], **made))) == colours).all()
-                assert (values(tiff(page(array, extra=[1], **made))) == colours).all()
-                assert (values(tiff(page(array, extra=[2], **made))) == over_black).all()
+                assert (values(encode_tiff(tiff_page(array, extra=[0], **made))) == colours).all()
+                assert (values(encode_tiff(tiff_page(array, extra=[1], **made))) == colours).all()
+                assert (
+                    values(encode_tiff(tiff_page(array, extra=[2], **made))) == over_black
+                ).all()
                 five = np.concatenate([colours, array[..., :1], array[..., 3:]], -1)
-                assert (values(tiff(page(five, extra=[0, 2], **made))) == over_black).all()
+                assert (
+                    values(encode_tiff(tiff_page(five, extra=[0, 2], **made))) == over_black
+                ).all()
         grey = array[..., [0, 3]]
-        assert (values(tiff(page(grey, extra=[2]))) == over_black[..., :1]).all()
-        assert (values(tiff(page(grey, extra=[1]))) == grey[..., :1]).all()
+        assert (values(encode_tiff(tiff_page(grey, extra=[2]))) == over_black[..., :1]).all()
+        assert (values(encode_tiff(tiff_page(grey, extra=[1]))) == grey[..., :1]).all()
         inverse = np.floor((top - grey[..., :1].astype(float)) * alpha / top + 0.5)
-        assert (values(tiff(page(grey, extra=[2], photometric=0))) == inverse).all()
+        assert (values(encode_tiff(tiff_page(grey, extra=[2], photometric=0))) == inverse).all()
 
 
 def test_samples_without_a_meaning_are_refused_by_the_tag() -> None:
     rgb = {"photometric": 2}
     for made, tag in (
-        (page(noise(channels=4), **rgb), "ExtraSamples"),
-        (page(noise(channels=4), extra=[3], **rgb), "ExtraSamples"),
-        (page(noise(channels=5), extra=[1, 2], **rgb), "ExtraSamples"),
-        (page(noise(channels=4), extra=[0, 0], **rgb), "ExtraSamples"),
-        (page(noise(channels=5), extra=[0] * 4), "ExtraSamples"),
-        (page(noise(np.float32, 4), extra=[2], **rgb), "ExtraSamples"),
-        (page(noise(channels=2), extra=[1], photometric=0), "ExtraSamples"),
-        (page(noise(channels=2), photometric=2), "SamplesPerPixel"),
+        (tiff_page(noise(channels=4), **rgb), "ExtraSamples"),
+        (tiff_page(noise(channels=4), extra=[3], **rgb), "ExtraSamples"),
+        (tiff_page(noise(channels=5), extra=[1, 2], **rgb), "ExtraSamples"),
+        (tiff_page(noise(channels=4), extra=[0, 0], **rgb), "ExtraSamples"),
+        (tiff_page(noise(channels=5), extra=[0] * 4), "ExtraSamples"),
+        (tiff_page(noise(np.float32, 4), extra=[2], **rgb), "ExtraSamples"),
+        (tiff_page(noise(channels=2), extra=[1], photometric=0), "ExtraSamples"),
+        (tiff_page(noise(channels=2), photometric=2), "SamplesPerPixel"),
     ):
         with case(made["tags"]):
-            assert tag in refusal(tiff(made)).detail
+            assert tag in refusal(encode_tiff(made)).detail
 
 
 def test_white_is_zero_is_turned_for_every_type() -> None:
@@ -231,7 +241,7 @@ def test_white_is_zero_is_turned_for_every_type() -> None:
         else:
             expected = np.iinfo(dtype).max - array.astype(int)
         with case(dtype):
-            actual = values(tiff(page(array, photometric=0)))
+            actual = values(encode_tiff(tiff_page(array, photometric=0)))
             assert np.allclose(
                 actual, expected, rtol=1e-3 if dtype == np.float16 else 1e-6, atol=1e-3
             )
@@ -240,7 +250,7 @@ def test_white_is_zero_is_turned_for_every_type() -> None:
         spread = 255 // ((1 << bits) - 1) or 1
         with case(bits):
             assert (
-                values(tiff(page(array, bits=bits, photometric=0)))
+                values(encode_tiff(tiff_page(array, bits=bits, photometric=0)))
                 == top - array.astype(int) * spread
             ).all()
 
@@ -259,15 +269,18 @@ def test_palettes_keep_eight_bits_or_sixteen_as_their_map_has_them() -> None:
             (deep, deep, 65535),
         ):
             with case(bits, full):
-                made = page(
+                made = tiff_page(
                     indices, bits=bits, photometric=3, tags={320: map_of_16.T.ravel().tolist()}
                 )
-                actual = picture(tiff(made))
+                actual = picture(encode_tiff(made))
                 assert (np.moveaxis(actual.values, 0, -1) == expected[indices[..., 0]]).all()
                 assert actual.full == (0, full)
-        made = page(indices, bits=bits, photometric=3, tags={320: small.T.ravel().tolist()})
-        assert "ColorMap" in refusal(tiff(made)).detail
-    assert "ColorMap" in refusal(tiff(page(noise(), photometric=3, tags={320: [0] * 30}))).detail
+        made = tiff_page(indices, bits=bits, photometric=3, tags={320: small.T.ravel().tolist()})
+        assert "ColorMap" in refusal(encode_tiff(made)).detail
+    assert (
+        "ColorMap"
+        in refusal(encode_tiff(tiff_page(noise(), photometric=3, tags={320: [0] * 30}))).detail
+    )
 
 
 def test_inks_become_rgb_by_their_formula() -> None:
@@ -278,29 +291,41 @@ def test_inks_become_rgb_by_their_formula() -> None:
         expected = light[..., :3] * light[..., 3:] * top
         for planar in (1, 2):
             assert (
-                np.abs(values(tiff(page(inks, photometric=5, planar=planar))) - expected).max()
+                np.abs(
+                    values(encode_tiff(tiff_page(inks, photometric=5, planar=planar))) - expected
+                ).max()
                 <= 0.5001
             )
         assert (
-            values(tiff(page(np.concatenate([inks, inks[..., :1]], -1), photometric=5, extra=[0])))
+            values(
+                encode_tiff(
+                    tiff_page(np.concatenate([inks, inks[..., :1]], -1), photometric=5, extra=[0])
+                )
+            )
             >= 0
         ).all()
-    assert "InkSet" in refusal(tiff(page(noise(channels=4), photometric=5, tags={332: 2}))).detail
+    assert (
+        "InkSet"
+        in refusal(encode_tiff(tiff_page(noise(channels=4), photometric=5, tags={332: 2}))).detail
+    )
     assert (
         "DotRange"
-        in refusal(tiff(page(noise(channels=4), photometric=5, tags={336: [16, 240]}))).detail
+        in refusal(
+            encode_tiff(tiff_page(noise(channels=4), photometric=5, tags={336: [16, 240]}))
+        ).detail
     )
 
 
 def test_fill_order_is_obeyed_for_one_bit_and_refused_else() -> None:
     bits = noise(np.uint8, 1, 1)
-    made = page(bits, bits=1, tags={266: 2})
+    made = tiff_page(bits, bits=1, tags={266: 2})
     reverse = bytes(int(f"{number:08b}"[::-1], 2) for number in range(256))
     made["segments"] = [segment.translate(reverse) for segment in made["segments"]]
-    assert (values(tiff(made)) == bits * 255).all()
-    assert "FillOrder" in refusal(tiff(page(noise(), tags={266: 2}))).detail
+    assert (values(encode_tiff(made)) == bits * 255).all()
+    assert "FillOrder" in refusal(encode_tiff(tiff_page(noise(), tags={266: 2}))).detail
     assert (
-        "FillOrder" in refusal(tiff(page(bits, bits=1, compression=DEFLATE, tags={266: 2}))).detail
+        "FillOrder"
+        in refusal(encode_tiff(tiff_page(bits, bits=1, compression=DEFLATE, tags={266: 2}))).detail
     )
 
 
@@ -336,13 +361,14 @@ def test_jpeg_has_the_colours_of_its_page_whatever_its_own_markers_say() -> None
                 277: num,
             }
             tags |= {322: 64, 323: 48}
-            actual = values(tiff({"segments": [stream], "tags": tags}))
+            actual = values(encode_tiff({"segments": [stream], "tags": tags}))
             assert np.abs(actual.astype(int) - expected).max() <= 3
             assert (
-                values(tiff({"segments": [stream], "tags": tags | {257: 47}})) == actual[:47]
+                values(encode_tiff({"segments": [stream], "tags": tags | {257: 47}})) == actual[:47]
             ).all()
     assert (
-        refusal(tiff({"segments": [stream] * 2, "tags": tags | {322: 32}})).reason is Reason.DAMAGED
+        refusal(encode_tiff({"segments": [stream] * 2, "tags": tags | {322: 32}})).reason
+        is Reason.DAMAGED
     )
 
 
@@ -355,7 +381,7 @@ def test_jpeg_tables_are_put_before_each_stream() -> None:
 
 
 def test_what_is_not_decoded_is_refused_by_the_tag() -> None:
-    grey = page(noise())
+    grey = tiff_page(noise())
     for tags, tag in (
         ({262: 8, 277: 3, 258: [8] * 3}, "PhotometricInterpretation"),
         ({262: 9, 277: 3, 258: [8] * 3}, "PhotometricInterpretation"),
@@ -383,26 +409,35 @@ def test_what_is_not_decoded_is_refused_by_the_tag() -> None:
     ):
         with case(**{tag: tags}):
             made = {"segments": grey["segments"], "tags": grey["tags"] | tags}
-            assert tag in refusal(tiff(made)).detail
+            assert tag in refusal(encode_tiff(made)).detail
 
 
 def test_pages_are_images_of_their_own_whatever_their_shapes_and_a_bad_one_alone_is_lost() -> None:
     first = noise()
     second = noise(np.uint16, 3)[:9]
-    bad = page(noise(), compression=DEFLATE)
+    bad = tiff_page(noise(), compression=DEFLATE)
     bad["segments"] = [b"nothing"]
     actual = decoded(
-        tiff(page(first), bad, page(second, photometric=2, tags={274: 6}), order="<", big=True)
+        encode_tiff(
+            tiff_page(first),
+            bad,
+            tiff_page(second, photometric=2, tags={274: 6}),
+            order="<",
+            big=True,
+        )
     )
     assert isinstance(actual[0], DecodedPicture) and (actual[0].values[0] == first[..., 0]).all()
     assert isinstance(actual[1], ImageError) and actual[1].reason is Reason.DAMAGED
     assert isinstance(actual[2], DecodedPicture)
     assert (np.moveaxis(actual[2].values, 0, -1) == turned(second, 6)).all()
-    actual = decoded(tiff(page(first), page(first, tags={274: [6, 6]}), page(first)))
+    actual = decoded(
+        encode_tiff(tiff_page(first), tiff_page(first, tags={274: [6, 6]}), tiff_page(first))
+    )
     assert isinstance(actual[1], ImageError) and "Orientation" in actual[1].detail
     assert [isinstance(image, DecodedPicture) for image in actual] == [True, False, True]
     assert (
-        refusal(tiff(page(first), page(first)), DecodeLimits(pictures=1)).reason is Reason.TOO_LARGE
+        refusal(encode_tiff(tiff_page(first), tiff_page(first)), DecodeLimits(pictures=1)).reason
+        is Reason.TOO_LARGE
     )
 
 
@@ -410,7 +445,7 @@ def test_reduced_pages_and_sub_directories_are_thumbnails(tmp_path: Path) -> Non
     whole = noise()
     small = noise()[::2, ::2]
     for tags in ({254: 1}, {255: 2}):
-        (actual,) = decoded(tiff(page(whole), page(small, tags=tags)))
+        (actual,) = decoded(encode_tiff(tiff_page(whole), tiff_page(small, tags=tags)))
         assert isinstance(actual, DecodedPicture) and actual.flags == {Flag.THUMBNAIL}
         assert (actual.values[0] == whole[..., 0]).all()
     path = tmp_path / "a.tif"
@@ -422,7 +457,7 @@ def test_reduced_pages_and_sub_directories_are_thumbnails(tmp_path: Path) -> Non
             assert "SubIFDs" in refusal(path.read_bytes()).detail
         else:
             assert picture(path.read_bytes()).flags == {Flag.THUMBNAIL}
-    assert "NewSubfileType" in refusal(tiff(page(small, tags={254: 1}))).detail
+    assert "NewSubfileType" in refusal(encode_tiff(tiff_page(small, tags={254: 1}))).detail
 
 
 def test_stacks_whose_planes_have_no_pages_or_are_channels_are_refused(tmp_path: Path) -> None:
@@ -433,7 +468,7 @@ def test_stacks_whose_planes_have_no_pages_or_are_channels_are_refused(tmp_path:
         b"ImageJ=1.54f\nimages=6\nslices=6\nloop=false\n\0",
     ):
         with case(description):
-            error = refusal(tiff(page(stack[0][..., None], tags={270: description})))
+            error = refusal(encode_tiff(tiff_page(stack[0][..., None], tags={270: description})))
             assert error.reason is Reason.UNSUPPORTED and "no directories" in error.detail
     tifffile.imwrite(path, stack, imagej=True, metadata={"axes": "ZYX"}, photometric="minisblack")
     assert len(decoded(path.read_bytes())) == 6
@@ -442,14 +477,14 @@ def test_stacks_whose_planes_have_no_pages_or_are_channels_are_refused(tmp_path:
     channels = {"ome": True, "metadata": {"axes": "ZCYX"}, "photometric": "minisblack"}
     tifffile.imwrite(path, stack.reshape(2, 3, H, W), **channels)
     assert "SizeC" in refusal(path.read_bytes()).detail
-    pages = [page(plane[..., None]) for plane in stack]
+    pages = [tiff_page(plane[..., None]) for plane in stack]
     pages[0]["tags"][270] = b"ImageJ=1.54f\nimages=6\nchannels=3\nslices=2\nhyperstack=true\n\0"
-    assert "channels" in refusal(tiff(*pages)).detail
+    assert "channels" in refusal(encode_tiff(*pages)).detail
     pages[0]["tags"][270] = b"ImageJ=1.54f\nimages=6\nslices=6\n\0"
-    assert len(decoded(tiff(*pages))) == 6
+    assert len(decoded(encode_tiff(*pages))) == 6
     tifffile.imwrite(path, stack, ome=True, metadata={"axes": "ZYX"}, photometric="minisblack")
     assert len(decoded(path.read_bytes())) == 6
-    assert "UIC2Tag" in refusal(tiff(page(noise(), tags={33629: (5, [0] * 12)}))).detail
+    assert "UIC2Tag" in refusal(encode_tiff(tiff_page(noise(), tags={33629: (5, [0] * 12)}))).detail
 
 
 def test_tifffile_and_pillow_write_what_is_read(tmp_path: Path) -> None:
@@ -494,37 +529,37 @@ def test_pixels_that_are_not_square_have_spacings() -> None:
         ({282: (5, [0, 0]), 283: (5, [100, 1])}, None),
     ):
         with case(tags):
-            assert picture(tiff(page(noise(), tags=tags))).spacing == spacing
+            assert picture(encode_tiff(tiff_page(noise(), tags=tags))).spacing == spacing
 
 
 def test_values_that_are_none_are_refused() -> None:
     floats = noise(np.float32)
     floats[3, 4] = -9999
-    assert "GDAL_NODATA" in refusal(tiff(page(floats, tags={42113: b"-9999\0"}))).detail
-    assert (values(tiff(page(floats, tags={42113: b"-1e30\0"}))) == floats).all()
+    assert "GDAL_NODATA" in refusal(encode_tiff(tiff_page(floats, tags={42113: b"-9999\0"}))).detail
+    assert (values(encode_tiff(tiff_page(floats, tags={42113: b"-1e30\0"}))) == floats).all()
     floats[3, 4] = np.nan
     for tags in ({}, {42113: b"nan\0"}):
-        assert refusal(tiff(page(floats, tags=tags))).reason is Reason.NOT_FINITE
-    assert refusal(tiff(page(floats, photometric=0))).reason is Reason.NOT_FINITE
+        assert refusal(encode_tiff(tiff_page(floats, tags=tags))).reason is Reason.NOT_FINITE
+    assert refusal(encode_tiff(tiff_page(floats, photometric=0))).reason is Reason.NOT_FINITE
 
 
 def test_zstandard_is_unpacked() -> None:
     array = noise(np.uint16)
-    made = page(array, rows=5, tags={259: 50000})
+    made = tiff_page(array, rows=5, tags={259: 50000})
     made["segments"] = [bytes(imagecodecs.zstd_encode(segment)) for segment in made["segments"]]
-    assert (values(tiff(made)) == array).all()
+    assert (values(encode_tiff(made)) == array).all()
     made["segments"][1] = made["segments"][1][:-1]
-    assert refusal(tiff(made)).reason is Reason.DAMAGED
+    assert refusal(encode_tiff(made)).reason is Reason.DAMAGED
 
 
 def test_a_strip_that_lacks_its_last_bytes_is_refused_however_few_they_are() -> None:
     ramp = (np.add.outer(np.arange(H), np.arange(W)) // 3).astype(np.uint8)[..., None]
     for compression in (NONE, DEFLATE, LZW, PACK_BITS):
         for num_bytes in range(1, 20):
-            made = page(ramp, rows=7, compression=compression)
+            made = tiff_page(ramp, rows=7, compression=compression)
             made["segments"][1] = made["segments"][1][:-num_bytes]
             with case(compression, num_bytes):
-                assert refusal(tiff(made)).reason in (Reason.TRUNCATED, Reason.DAMAGED)
+                assert refusal(encode_tiff(made)).reason in (Reason.TRUNCATED, Reason.DAMAGED)
 
 
 def test_leftovers_of_other_kinds_of_images_change_nothing() -> None:
@@ -536,19 +571,19 @@ def test_leftovers_of_other_kinds_of_images_change_nothing() -> None:
         {34665: 7},
     ):
         with case(tags):
-            assert (values(tiff(page(noise(), tags=tags))) == noise()).all()
+            assert (values(encode_tiff(tiff_page(noise(), tags=tags))) == noise()).all()
 
 
 def test_broken_files_have_their_true_reason() -> None:
-    whole = tiff(page(noise(), rows=5))
+    whole = encode_tiff(tiff_page(noise(), rows=5))
     for compression in (NONE, DEFLATE, LZW, PACK_BITS):
-        made = page(noise(), rows=5, compression=compression)
+        made = tiff_page(noise(), rows=5, compression=compression)
         made["segments"][1] = made["segments"][1][: len(made["segments"][1]) // 2]
         with case(compression):
-            assert refusal(tiff(made)).reason in (Reason.TRUNCATED, Reason.DAMAGED)
-    flipped = page(noise(), compression=DEFLATE)
+            assert refusal(encode_tiff(made)).reason in (Reason.TRUNCATED, Reason.DAMAGED)
+    flipped = tiff_page(noise(), compression=DEFLATE)
     flipped["segments"] = [flipped["segments"][0][:-1] + b"?"]
-    assert refusal(tiff(flipped)).reason is Reason.DAMAGED
+    assert refusal(encode_tiff(flipped)).reason is Reason.DAMAGED
     assert refusal(whole[:-30]).reason is Reason.TRUNCATED
     for tags, reason in (
         ({278: 0}, Reason.DAMAGED),
@@ -557,16 +592,18 @@ def test_broken_files_have_their_true_reason() -> None:
         ({256: 1 << 20, 257: 1 << 20}, Reason.TOO_LARGE),
         ({322: 1 << 20, 323: 1 << 20}, Reason.TOO_LARGE),
     ):
-        made = page(noise(), rows=5)
+        made = tiff_page(noise(), rows=5)
         with case(tags):
             assert (
-                refusal(tiff({"segments": made["segments"], "tags": made["tags"] | tags})).reason
+                refusal(
+                    encode_tiff({"segments": made["segments"], "tags": made["tags"] | tags})
+                ).reason
                 is reason
             )
     unknown_type = whole.replace(b"\x02\x01\x03\x00", b"\x02\x01\x63\x00")  # of tag 258
     assert "BitsPerSample" in refusal(unknown_type).detail
-    circle = bytearray(tiff(page(noise())))
+    circle = bytearray(encode_tiff(tiff_page(noise())))
     circle[-4:] = circle[4:8]
     assert "circle" in refusal(bytes(circle)).detail
-    bomb = page(np.zeros((2000, 2000, 1), np.uint8), compression=DEFLATE)
-    assert refusal(tiff(bomb), DecodeLimits(values=1 << 20)).reason is Reason.TOO_LARGE
+    bomb = tiff_page(np.zeros((2000, 2000, 1), np.uint8), compression=DEFLATE)
+    assert refusal(encode_tiff(bomb), DecodeLimits(values=1 << 20)).reason is Reason.TOO_LARGE

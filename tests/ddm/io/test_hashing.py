@@ -8,10 +8,10 @@ import pytest
 from ddm.errors import DigestError
 from ddm.loading.ensemble import load_ensemble, open_ensemble
 from ddm.loading.release import open_release
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 
 
-def expert_of(published: Published) -> Path:
+def expert_of(published: PublishedRelease) -> Path:
     return next(published.release.glob("targets/*/silos/*/experts/*/expert.safetensors"))
 
 
@@ -22,7 +22,7 @@ def flip_last_byte(path: Path) -> None:
 
 
 def test_expert_of_other_bytes_is_refused_whether_it_is_read_now_or_later(
-    published: Published,
+    published: PublishedRelease,
 ) -> None:
     assert open_ensemble(published.release, root=published.root).expert_ids
     flip_last_byte(expert_of(published))
@@ -34,13 +34,13 @@ def test_expert_of_other_bytes_is_refused_whether_it_is_read_now_or_later(
         load_ensemble(release)
 
 
-def test_expert_of_another_length_is_refused_before_it_is_read(published: Published) -> None:
+def test_expert_of_another_length_is_refused_before_it_is_read(published: PublishedRelease) -> None:
     os.truncate(expert_of(published), 100)
     with pytest.raises(DigestError, match="expert"):
         open_release(published.release, root=published.root, state=None, experts_later=True)
 
 
-def test_everything_but_the_experts_is_read_at_once(published: Published) -> None:
+def test_everything_but_the_experts_is_read_at_once(published: PublishedRelease) -> None:
     release = open_release(published.release, root=published.root, state=None, experts_later=True)
     later = {name for name, file in release.verified.files.items() if not file.digest_checked}
     assert later == {expert.file.path for expert in release.manifest.experts}

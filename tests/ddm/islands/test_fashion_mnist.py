@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.islands import RECIPE, Owner
 
 
@@ -32,7 +32,7 @@ def test_fashion_mnist_in_eight_islands_is_sampled_by_their_shares(tmp_path: Pat
     )
     data = Path(folder) / "train-images-idx3-ubyte.gz"
     for done in (
-        command("ddm", "split", "--data", data, "--islands", 8, *known),
+        run_command("ddm", "split", "--data", data, "--islands", 8, *known),
         owner.train(),
         owner.assemble("release"),
         owner.read(

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from ddm.islands.folder import Islands
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 from tests.support.islands import Owner
-from tests.support.publishing import killed_at
+from tests.support.publishing import kill_at_step
 from tests.support.threads import THREADS
 
 
 def trained(owner: Owner) -> bytes:
     """Train the first island in a process of its own, to the end; return its expert."""
-    assert ended(forked(lambda: owner.train("--island", 0))) == 0
+    assert wait_for_exit(fork_process(lambda: owner.train("--island", 0))) == 0
     return Islands(owner.run).island(0).expert.read_bytes()
 
 
@@ -32,7 +32,7 @@ def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) ->
     island = Islands(owner.run).island(0)
     steps = set[str]()
     for changes in (20, 24):
-        assert killed_at(changes, lambda: owner.train("--island", 0))
+        assert kill_at_step(changes, lambda: owner.train("--island", 0))
         assert not island.is_trained
         steps |= {path.name for path in island.job.checkpoints.glob("step-*.json")}
     assert len(steps) > 1, "it was killed after more than one checkpoint"

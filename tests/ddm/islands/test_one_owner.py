@@ -20,8 +20,8 @@ from ddm.loading.release import open_release
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import sha256_file
 from tests.support.islands import RECIPE, Owner, digits
-from tests.support.pages import Reader, alive
-from tests.support.text_encoders import network, save
+from tests.support.pages import PageReader, active_content
+from tests.support.text_encoders import make_encoder, save_encoder
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def test_report_says_what_the_release_does_and_its_first_images_are_those_that_i
     listed = {file.path: file for file in found.manifest.files}
     page = (found.folder / "report.html").read_text("utf-8")
     assert listed["report.html"].digest == sha256_file(found.folder / "report.html")
-    assert alive(page) == []
-    read = Reader(page)
+    assert active_content(page) == []
+    read = PageReader(page)
     islands = Islands(trained.run)
     expected = [
         "digits",
@@ -246,7 +246,7 @@ def test_other_router_families_are_assembled_too(trained: Owner, tmp_path: Path,
 
 @pytest.mark.slow
 def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny-t5", network("T5EncoderModel"))
+    folder = save_encoder(tmp_path / "tiny-t5", make_encoder("T5EncoderModel"))
     wanted = f'[condition]\nkind = "text"\nencoder = "{folder}"\nmax_tokens = 4\n'
     before = 'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40\n'
     reading = 'kind = "samples"\nhidden = 16\ndepth = 1\npatch = 4\nheads = 2\nnum_steps = 20\nconditional = true\n'

@@ -32,7 +32,7 @@ from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest
 from ddm.publishing.keys import load_key
 from ddm.trust.verify import VerifiedRelease, verify_release
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE
 from tests.support.publishing import (
@@ -43,7 +43,7 @@ from tests.support.publishing import (
 from tests.support.waiting import LIMIT_S
 
 
-def release_files(published: Published) -> list[str]:
+def release_files(published: PublishedRelease) -> list[str]:
     return sorted(
         p.relative_to(published.release).as_posix()
         for p in published.release.rglob("*")
@@ -51,7 +51,7 @@ def release_files(published: Published) -> list[str]:
     )
 
 
-def test_release_is_complete_and_verifies(published_once: Published) -> None:
+def test_release_is_complete_and_verifies(published_once: PublishedRelease) -> None:
     release = open_release(published_once.release, root=published_once.root, state=None)
     names = set(release_files(published_once))
     prefix = f"targets/{published_once.plan_id}/"
@@ -64,7 +64,7 @@ def test_release_is_complete_and_verifies(published_once: Published) -> None:
 
 @pytest.mark.parametrize("where", [0.0, 0.31, 0.5, 0.77, 1.0])
 def test_release_is_refused_when_any_file_has_a_flipped_byte(
-    published: Published, where: float
+    published: PublishedRelease, where: float
 ) -> None:
     for name in release_files(published):
         path = published.release / name
@@ -80,14 +80,14 @@ def test_release_is_refused_when_any_file_has_a_flipped_byte(
     open_release(published.release, root=published.root, state=None)
 
 
-def test_release_is_refused_with_a_file_too_many(published: Published) -> None:
+def test_release_is_refused_with_a_file_too_many(published: PublishedRelease) -> None:
     (published.release / "targets" / published.plan_id / "notes.txt").write_text("hello")
     with pytest.raises(UnlistedFileError):
         open_release(published.release, root=published.root, state=None)
 
 
 def test_older_version_is_refused_after_a_newer_one_was_seen(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     tiny.publish(tmp_path / "second")
@@ -115,7 +115,7 @@ class FolderFetcher(FetcherInterface):
 
 
 def test_python_tufs_own_client_finds_and_verifies_every_published_file(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     (tmp_path / "metadata").mkdir()
     updater = client(published.release, published.root, tmp_path)
@@ -135,7 +135,7 @@ def test_python_tufs_own_client_finds_and_verifies_every_published_file(
 
 
 def test_python_tufs_own_client_refuses_a_withdrawn_silo_that_it_knew_and_whose_host_puts_everything_back(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     first = published.release
@@ -160,7 +160,7 @@ def test_python_tufs_own_client_refuses_a_withdrawn_silo_that_it_knew_and_whose_
 
 
 def test_public_model_signing_package_accepts_the_release_and_refuses_one_changed_byte(
-    published: Published,
+    published: PublishedRelease,
 ) -> None:
     folder = published.release / "targets" / published.plan_id
     public = published.tiny.federation.path / "model-signing.pub.pem"
@@ -189,7 +189,7 @@ def client(release: Path, root: Path, folder: Path) -> Updater:
     )
 
 
-def test_ensemble_opens_samples_and_repeats_itself(published_once: Published) -> None:
+def test_ensemble_opens_samples_and_repeats_itself(published_once: PublishedRelease) -> None:
     ensemble = open_ensemble(published_once.release, root=published_once.root)
     few = ensemble.sample(3, strategy="sample", steps=4, seed=5)
     many = ensemble.sample(70, strategy="sample", steps=4, seed=5)
@@ -201,13 +201,13 @@ def test_ensemble_opens_samples_and_repeats_itself(published_once: Published) ->
     )
 
 
-def test_ensemble_gives_a_withdrawn_silo_no_sample(published_once: Published) -> None:
+def test_ensemble_gives_a_withdrawn_silo_no_sample(published_once: PublishedRelease) -> None:
     ensemble = open_ensemble(published_once.release, root=published_once.root)
     drawn = ensemble.sample(64, strategy="lock", steps=2, prior=[0.0, 1.0])
     assert set(np.unique(drawn.expert_N)) == {1}
 
 
-def test_expert_swapped_between_silos_is_refused(published: Published) -> None:
+def test_expert_swapped_between_silos_is_refused(published: PublishedRelease) -> None:
     experts = published.release / "targets" / published.plan_id / "silos"
     one, two = (
         experts / silo / "experts" / silo / "expert.safetensors"
@@ -220,7 +220,7 @@ def test_expert_swapped_between_silos_is_refused(published: Published) -> None:
 
 @pytest.mark.parametrize("name", ["expert.safetensors", "router.safetensors", "sketch.safetensors"])
 def test_ensemble_is_refused_when_its_host_swaps_a_tensor_file_after_it_was_verified(
-    published: Published, name: str
+    published: PublishedRelease, name: str
 ) -> None:
     release = open_release(published.release, root=published.root, state=None)
     load_ensemble(release)
@@ -234,7 +234,7 @@ def test_ensemble_is_refused_when_its_host_swaps_a_tensor_file_after_it_was_veri
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json", "submission.json"])
 def test_release_is_refused_when_its_host_swaps_a_document_after_it_was_verified(
-    published: Published, monkeypatch: pytest.MonkeyPatch, name: str
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def verify_then_swap(
         *arguments: object, before_recording: Any, **named: object
@@ -287,7 +287,7 @@ LIES: dict[str, Callable[[Manifest], Manifest]] = {
 
 
 def publish_as_a_liar(
-    published: Published,
+    published: PublishedRelease,
     monkeypatch: pytest.MonkeyPatch,
     lie: Callable[[Manifest], Manifest],
     out: Path,
@@ -301,7 +301,7 @@ def publish_as_a_liar(
 
 @pytest.mark.parametrize("lie", LIES)
 def test_release_is_refused_when_its_manifest_contradicts_what_a_silo_signed(
-    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lie: str
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lie: str
 ) -> None:
     publish_as_a_liar(published, monkeypatch, LIES[lie], tmp_path / "lie")
     with pytest.raises(TrustError) as refused:
@@ -310,7 +310,7 @@ def test_release_is_refused_when_its_manifest_contradicts_what_a_silo_signed(
 
 
 def test_release_is_accepted_when_the_liar_says_the_truth(
-    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The control: the refusals above are due to what the manifest says."""
     publish_as_a_liar(published, monkeypatch, lambda manifest: manifest, tmp_path / "truth")
@@ -318,7 +318,7 @@ def test_release_is_accepted_when_the_liar_says_the_truth(
 
 
 def test_aggregator_publishes_nothing_that_a_researcher_would_refuse(
-    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     publish_changed_manifest(monkeypatch, LIES["epsilon"])
     with pytest.raises(TrustError, check=has_subject("manifest.json, silo east, epsilon")):
@@ -328,7 +328,7 @@ def test_aggregator_publishes_nothing_that_a_researcher_would_refuse(
 
 @pytest.mark.parametrize("changes", [{"temperature": 500.0}, {"training_prior": (1.0, 0.0)}])
 def test_ensemble_is_refused_when_its_router_says_what_cannot_be_applied(
-    published: Published,
+    published: PublishedRelease,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     changes: dict[str, object],
@@ -346,7 +346,7 @@ def test_ensemble_is_refused_when_its_router_says_what_cannot_be_applied(
 
 @pytest.mark.parametrize("twice", ["silos", "experts"])
 def test_manifest_is_refused_when_a_silo_or_an_expert_appears_twice(
-    published_once: Published, twice: str
+    published_once: PublishedRelease, twice: str
 ) -> None:
     release = open_release(published_once.release, root=published_once.root, state=None)
     manifest = release.manifest

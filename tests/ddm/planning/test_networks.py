@@ -16,7 +16,7 @@ from ddm.protocol.latent import AutoencoderSize
 from tests.support.case import case
 from tests.support.errors import has_subject
 from tests.support.federation import images, recipe
-from tests.support.text_encoders import network, save
+from tests.support.text_encoders import make_encoder, save_encoder
 
 GREY = DataSpec(shape=(1, 32, 32), range=(0.0, 1.0))
 VOLUME = DataSpec(shape=(1, 8, 8, 8), range=(0.0, 1.0))
@@ -110,7 +110,7 @@ def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
 
 
 def test_text_encoder_that_takes_fewer_tokens_names_the_field_of_the_recipe(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny-bert", network("BertModel"))
+    folder = save_encoder(tmp_path / "tiny-bert", make_encoder("BertModel"))
     with pytest.raises(SetupError) as caught:
         condition_of(recipe(condition={"kind": "text", "encoder": str(folder), "max_tokens": 500}))
     assert caught.value.subject == "recipe, condition.encoder: text encoder tiny-bert"

@@ -32,7 +32,7 @@ from ddm.trust.metadata import sign_metadata
 from ddm.trust.rules import trusted_log_keys
 from tests.support.case import case
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
-from tests.support.publishing import killed_at
+from tests.support.publishing import kill_at_step
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def crash_everywhere(keyed: KeyedFederation, folder: Path, stride: int) -> int:
         there = keyed.copy(folder / str(steps))
         before = TransparencyLog.load(there.federation)
         sizes: dict[int, bytes] = {}
-        killed = killed_at(
+        killed = kill_at_step(
             steps * stride, partial(rotate_key, there.federation, "online", PASSPHRASE)
         )
         with case(step=steps * stride):

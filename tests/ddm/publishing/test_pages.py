@@ -39,10 +39,10 @@ from ddm.protocol.transform import TransformSpec
 from ddm.publishing import drawing, figures
 from ddm.publishing.contents import ReleaseContents, ReleaseMember
 from ddm.publishing.pages import CARD_NAME, PAGE_NAMES, REPORT_NAME, render_pages, write_pages
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.browser import overflow, show_as
 from tests.support.case import case
-from tests.support.pages import Reader, alive
+from tests.support.pages import PageReader, active_content
 
 HOSTILE = "</p><script>alert(1)</script> [x](javascript:alert(1)) `\n\n# **y** | ![z](http://a.example/b) <img src=x>"
 
@@ -86,7 +86,7 @@ class PageInput:
         return self.with_contents(plan=self.contents.plan.model_copy(update=changes))
 
 
-def page_input(published: Published) -> PageInput:
+def page_input(published: PublishedRelease) -> PageInput:
     federation = published.tiny.federation
     inventory = take_inventory(federation)
     release = open_release(published.release, root=published.root, state=None)
@@ -117,12 +117,12 @@ def page_input(published: Published) -> PageInput:
 
 
 @pytest.fixture(scope="module")
-def given(published_once: Published) -> PageInput:
+def given(published_once: PublishedRelease) -> PageInput:
     return page_input(published_once)
 
 
 @pytest.fixture(scope="module")
-def drawn(published_once: Published) -> Mapping[str, str]:
+def drawn(published_once: PublishedRelease) -> Mapping[str, str]:
     """Both pages as they were published."""
     targets = published_once.release / "targets" / published_once.plan_id
     return {name: (targets / name).read_text("utf-8") for name in PAGE_NAMES}
@@ -142,7 +142,7 @@ def front_matter(card: str) -> dict[str, object]:
 def test_card_and_report_say_of_every_silo_what_the_manifest_says(
     given: PageInput, drawn: Mapping[str, str]
 ) -> None:
-    cards = Reader(drawn[REPORT_NAME]).cards
+    cards = PageReader(drawn[REPORT_NAME]).cards
     listed = front_matter(drawn[CARD_NAME])["silos"]
     assert isinstance(listed, list) and len(listed) == len(cards) == len(given.manifest.silos) == 2
     for silo, entry in zip(given.manifest.silos, listed, strict=True):
@@ -175,7 +175,7 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(
 def test_report_gives_steps_releases_comparisons_and_provenance(
     given: PageInput, drawn: Mapping[str, str]
 ) -> None:
-    text = Reader(drawn[REPORT_NAME]).text
+    text = PageReader(drawn[REPORT_NAME]).text
     expected = [
         given.contents.plan.plan_id,
         given.contents.plan_digest,
@@ -204,7 +204,7 @@ def test_report_gives_steps_releases_comparisons_and_provenance(
 def test_silos_that_are_not_in_are_named_with_the_reason(given: PageInput) -> None:
     changed = {"missing_silos": ("south",), "withdrawn_silos": ("west",)}
     partial = undrawn(replace(given, manifest=given.manifest.model_copy(update=changed)))
-    for page in (partial[CARD_NAME], Reader(partial[REPORT_NAME]).text):
+    for page in (partial[CARD_NAME], PageReader(partial[REPORT_NAME]).text):
         assert re.search(r"south is missing", page) and re.search(r"west is withdrawn", page)
     whole = undrawn(given)
     assert (
@@ -226,8 +226,8 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
     pages = undrawn(replace(given, manifest=admitted))
     whole = undrawn(given)
     words = "copies another silo's expert; a much higher loss than the other experts"
-    assert f"{expert}: {words}" in Reader(pages[REPORT_NAME]).cards[silo_id]["screening"]
-    assert f"flagged the submission of {silo_id}" in Reader(pages[REPORT_NAME]).text
+    assert f"{expert}: {words}" in PageReader(pages[REPORT_NAME]).cards[silo_id]["screening"]
+    assert f"flagged the submission of {silo_id}" in PageReader(pages[REPORT_NAME]).text
     assert f"expert {expert} ({words})" in pages[CARD_NAME]
     assert [entry["admitted"] for entry in front_matter(pages[CARD_NAME])["silos"]] == [False, True]  # type: ignore[attr-defined]
     assert not [page for page in whole.values() if "lagged" in page]
@@ -253,7 +253,7 @@ def test_pages_name_the_classes_that_samples_can_be_asked_for(given: PageInput) 
         (len(names), names, f", {names[MAX_NAMED_CLASSES - 1]} and 3 more"),
     ):
         asked = undrawn(with_classes(given, num, known))
-        report = Reader(asked[REPORT_NAME]).text
+        report = PageReader(asked[REPORT_NAME]).text
         card = asked[CARD_NAME]
         for begin, end, page in (("", ".", report), ("- ", "\n", card)):
             line = page.split(f"{begin}{num} classes, asked for with", 1)[1].split(end)[0]
@@ -274,12 +274,12 @@ def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_
     stated = given.submissions[silo_id].num_units
     assert (
         f"{stated} stated, counted as 30: {reason}"
-        in Reader(pages[REPORT_NAME]).cards[silo_id]["images"]
+        in PageReader(pages[REPORT_NAME]).cards[silo_id]["images"]
     )
-    assert alive(pages[REPORT_NAME]) == []
+    assert active_content(pages[REPORT_NAME]) == []
     assert f"{silo_id} counts as 30 of the {stated} images that it states" in pages[CARD_NAME]
     assert "<script>" not in pages[CARD_NAME]
-    assert "stated, counted as" not in Reader(undrawn(given)[REPORT_NAME]).text
+    assert "stated, counted as" not in PageReader(undrawn(given)[REPORT_NAME]).text
 
 
 def test_manifest_with_a_flag_but_no_admission_is_refused(given: PageInput) -> None:
@@ -292,9 +292,9 @@ def test_manifest_with_a_flag_but_no_admission_is_refused(given: PageInput) -> N
 
 
 def test_pages_load_nothing_run_nothing_and_lead_nowhere(drawn: Mapping[str, str]) -> None:
-    assert alive(drawn[REPORT_NAME]) == []
-    assert alive(HOSTILE) != []
-    assert alive('<a href="https://a.example">x</a>') != []
+    assert active_content(drawn[REPORT_NAME]) == []
+    assert active_content(HOSTILE) != []
+    assert active_content('<a href="https://a.example">x</a>') != []
 
 
 def hostile(given: PageInput) -> PageInput:
@@ -318,10 +318,13 @@ def hostile(given: PageInput) -> PageInput:
 
 def test_markup_in_free_text_is_text_in_the_report(given: PageInput) -> None:
     page = undrawn(hostile(given))[REPORT_NAME]
-    assert alive(page) == []
-    assert Reader(page).text.count(HOSTILE) == 4 + 4 * len(given.contents.members)
+    assert active_content(page) == []
+    assert PageReader(page).text.count(HOSTILE) == 4 + 4 * len(given.contents.members)
     honest = undrawn(with_classes(given, 2, ("normal", "pneumonia")))
-    assert NAME in Reader(page).text and Reader(page).tags == Reader(honest[REPORT_NAME]).tags
+    assert (
+        NAME in PageReader(page).text
+        and PageReader(page).tags == PageReader(honest[REPORT_NAME]).tags
+    )
 
 
 def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
@@ -348,7 +351,7 @@ def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
 
 
 def test_commands_of_the_card_verify_the_release(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = page_input(published)
     card = undrawn(given)[CARD_NAME]
@@ -387,7 +390,7 @@ def test_images_of_the_report_are_those_that_its_command_draws(
 ) -> None:
     sources = [
         value
-        for tag, name, value in Reader(drawn[REPORT_NAME]).attributes
+        for tag, name, value in PageReader(drawn[REPORT_NAME]).attributes
         if (tag, name) == ("img", "src")
     ]
     (num, steps, seed), *_ = re.findall(

@@ -16,10 +16,10 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import cosign
 from ddm.trust.log.note import COSIGNATURE, VerifierKey
 from ddm.trust.log.witness import Witnesses
-from tests.support.commands import Done, command
+from tests.support.commands import CommandResult, run_command
 from tests.support.errors import has_subject
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
-from tests.support.witness import Witness, witnessing
+from tests.support.witness import Witness, run_witness
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def keyed(
 
 @pytest.fixture
 def witness(keyed: KeyedFederation) -> Iterator[Witness]:
-    with witnessing("witness.example/w1", [log_key(keyed)]) as server:
+    with run_witness("witness.example/w1", [log_key(keyed)]) as server:
         name(keyed.federation, server)
         yield server
 
@@ -63,17 +63,17 @@ def name(federation: Federation, *servers: Witness) -> None:
     )
 
 
-def log(keyed: KeyedFederation) -> Done:
+def log(keyed: KeyedFederation) -> CommandResult:
     """Sign what waits, and ask the witnesses."""
-    return command(
+    return run_command(
         "aggregator", "log", keyed.federation.path, "--passphrase-file", keyed.path / "pass"
     )
 
 
-def read(keyed: KeyedFederation, *more: object) -> Done:
+def read(keyed: KeyedFederation, *more: object) -> CommandResult:
     root = keyed.federation.tuf / "1.root.json"
     state = keyed.path / "state"
-    return command(
+    return run_command(
         "ddm", "log", public_folder(keyed.federation), "--root", root, "--state", state, *more
     )
 
@@ -81,7 +81,7 @@ def read(keyed: KeyedFederation, *more: object) -> Done:
 def test_witnesses_cosign_a_log_each_time_it_grew_and_readers_demand_them(
     keyed: KeyedFederation, witness: Witness
 ) -> None:
-    with witnessing("witness.example/w2", [log_key(keyed)]) as second:
+    with run_witness("witness.example/w2", [log_key(keyed)]) as second:
         name(keyed.federation, witness, second)
         done = log(keyed)
         assert (done.code, "Cosigned by witness.example/w1, witness.example/w2." in done.out) == (
@@ -171,7 +171,7 @@ def test_cosignature_of_another_key_is_not_added(keyed: KeyedFederation, witness
 
 
 def test_absent_witness_is_named_and_the_log_is_signed_all_the_same(keyed: KeyedFederation) -> None:
-    with witnessing("witness.example/gone", [log_key(keyed)]) as server:
+    with run_witness("witness.example/gone", [log_key(keyed)]) as server:
         name(keyed.federation, server)
     rotate_key(keyed.federation, "online", PASSPHRASE)
     done = log(keyed)

@@ -19,32 +19,39 @@ from ddm.routers.evaluation import BANDS
 from ddm.routers.public import Evidence, PublicData, PublicWeights
 from tests.support.case import case
 from tests.support.errors import has_subject
-from tests.support.router_problems import GROUPS, PATH, Sharper, World, make_world, one_each
+from tests.support.router_problems import (
+    GROUPS,
+    PATH,
+    OverconfidentRouter,
+    RouterProblem,
+    make_problem,
+    one_expert_per_silo,
+)
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 PRIOR = [2 / 3, 1 / 3]
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return make_world(SHARES, [600, 300])
+def world() -> RouterProblem:
+    return make_problem(SHARES, [600, 300])
 
 
 @pytest.fixture(scope="module")
-def public(world: World) -> PublicData:
-    evidence = Evidence(world.histogram(), world.num_units, 20.0, one_each(2))
+def public(world: RouterProblem) -> PublicData:
+    evidence = Evidence(world.histogram(), world.num_units, 20.0, one_expert_per_silo(2))
     return PublicData(world.public, world.public_group, evidence, PRIOR, PATH, seed=0)
 
 
 @pytest.fixture(scope="module")
-def counts(world: World) -> CountsRouter:
+def counts(world: RouterProblem) -> CountsRouter:
     return CountsRouter.from_counts(world.sketch(), world.histogram(), world.num_units, 20.0, PATH)
 
 
 def test_overconfident_router_is_cooled_to_where_it_was(
     counts: CountsRouter, public: PublicData
 ) -> None:
-    found = calibrate(Sharper(counts, 3.0), public)
+    found = calibrate(OverconfidentRouter(counts, 3.0), public)
     assert found.temperature == pytest.approx(3.0, rel=0.1)
     for error in found.errors[:4]:
         assert error.after[0] < error.before[0]
@@ -54,7 +61,7 @@ def test_overconfident_router_is_cooled_to_where_it_was(
 
 
 def test_temperature_leaves_noise_as_it_is_and_is_whole_without(
-    counts: CountsRouter, world: World
+    counts: CountsRouter, world: RouterProblem
 ) -> None:
     x = world.silos[0][:5]
     for path in (LinearPath(), CosinePath()):
@@ -82,7 +89,9 @@ def test_times_are_those_that_a_router_is_asked_at(public: PublicData) -> None:
 
 
 def test_timid_router_is_sharpened(counts: CountsRouter, public: PublicData) -> None:
-    assert calibrate(Sharper(counts, 0.5), public).temperature == pytest.approx(0.5, rel=0.1)
+    assert calibrate(OverconfidentRouter(counts, 0.5), public).temperature == pytest.approx(
+        0.5, rel=0.1
+    )
 
 
 def test_calibrated_router_keeps_temperature_1(counts: CountsRouter, public: PublicData) -> None:
@@ -91,10 +100,10 @@ def test_calibrated_router_keeps_temperature_1(counts: CountsRouter, public: Pub
     assert all(error.before == error.after for error in found.errors)
 
 
-def test_calibration_error_matches_its_definition_written_out(world: World) -> None:
+def test_calibration_error_matches_its_definition_written_out(world: RouterProblem) -> None:
     group = torch.tensor([0, 0, 1, 1, 2, 3])
     weights = PublicWeights(
-        Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), group, 0
+        Evidence(world.histogram(), world.num_units, 20.0, one_expert_per_silo(2)), group, 0
     )
     first = np.random.default_rng(0).random((2, 6))
     w_DNE = torch.from_numpy(np.stack([first, 1 - first], -1))
@@ -121,14 +130,14 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
     evidence = Evidence(torch.diag(size), size.tolist(), EXACT, layout)
     images = torch.randn(300, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     data = PublicData(images, label_N, evidence, (size.double() / 300).tolist(), PATH, seed=0)
-    found = calibrate(Sharper(counts, 2.0), data)
+    found = calibrate(OverconfidentRouter(counts, 2.0), data)
     _, judge_N = halves(label_N, 0)
     log_prior_E = (size.double() / 300).log()
     assert [(band.low, band.high) for band in found.errors] == list(
         BANDS
     ) and found.temperature != 1.0
     for index, band in enumerate(BANDS):
-        log_DNE = data.log_likelihoods(Sharper(counts, 2.0), band, index)[:, judge_N]
+        log_DNE = data.log_likelihoods(OverconfidentRouter(counts, 2.0), band, index)[:, judge_N]
         for temperature, error in (
             (1.0, found.errors[index].before),
             (found.temperature, found.errors[index].after),
@@ -169,10 +178,14 @@ def test_calibration_is_read_back_from_a_manifest_as_it_was_measured() -> None:
     assert rows[1] == ("t 0.2 to 0.4", "0.0222 [0.0000, 0.0444]", "0.2000 [0.1000, 0.3000]")
 
 
-def test_weights_are_the_silos_shares_spread_over_the_images_of_a_group(world: World) -> None:
+def test_weights_are_the_silos_shares_spread_over_the_images_of_a_group(
+    world: RouterProblem,
+) -> None:
     histogram = world.histogram().double()
     weights = PublicWeights(
-        Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), world.public_group, 0
+        Evidence(world.histogram(), world.num_units, 20.0, one_expert_per_silo(2)),
+        world.public_group,
+        0,
     )
     expected = (
         histogram / histogram.sum() / torch.bincount(world.public_group, minlength=GROUPS)
@@ -180,7 +193,9 @@ def test_weights_are_the_silos_shares_spread_over_the_images_of_a_group(world: W
     np.testing.assert_allclose(weights.weight_NE, expected[world.public_group].numpy())
 
 
-def test_temperature_and_training_prior_are_taken_off(counts: CountsRouter, world: World) -> None:
+def test_temperature_and_training_prior_are_taken_off(
+    counts: CountsRouter, world: RouterProblem
+) -> None:
     x, at = world.silos[0][:50], torch.full((50,), 0.3)
     rho = torch.tensor([0.9, 0.1])
 
@@ -208,7 +223,7 @@ def test_temperature_and_training_prior_are_taken_off(counts: CountsRouter, worl
         )
         > 0.1
     )
-    sharp = Calibrated(Sharper(counts, 3.0), 3.0, [1, 1], PATH)
+    sharp = Calibrated(OverconfidentRouter(counts, 3.0), 3.0, [1, 1], PATH)
     torch.testing.assert_close(posterior(sharp, x, at, log_prior), truth, atol=1e-5, rtol=0)
     pure = torch.ones(50, dtype=torch.float64)
     for router in (
@@ -221,14 +236,14 @@ def test_temperature_and_training_prior_are_taken_off(counts: CountsRouter, worl
 
 
 def test_calibrated_router_answers_for_sketches_as_for_images(
-    counts: CountsRouter, world: World
+    counts: CountsRouter, world: RouterProblem
 ) -> None:
     assert isinstance(counts, SketchRouter)
     router = Calibrated(counts, 2.0, [1, 1], PATH)
     answer = router.on_sketches(counts.sketch.rank)
     assert (
         answer is not None
-        and Calibrated(Sharper(counts, 1.0), 1.0, [1, 1], PATH).on_sketches(2) is None
+        and Calibrated(OverconfidentRouter(counts, 1.0), 1.0, [1, 1], PATH).on_sketches(2) is None
     )
     x, at = world.silos[0][:20], torch.full((20,), 0.4)
     torch.testing.assert_close(

@@ -25,13 +25,13 @@ from tests.support.router_problems import (
     GROUPS,
     PATH,
     RANK,
-    World,
-    clustered,
-    dealt,
-    make_world,
-    one_each,
+    RouterProblem,
+    clustered_layout,
+    make_problem,
+    one_expert_per_silo,
+    random_layout,
 )
-from tests.support.seeded import Seeded
+from tests.support.seeded import SeededNoise
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 T_R = 0.7
@@ -39,12 +39,12 @@ NUM_PUBLIC = 240
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return make_world(SHARES, [600, 300])
+def world() -> RouterProblem:
+    return make_problem(SHARES, [600, 300])
 
 
 def _counts(
-    world: World, noise: Tensor | None = None, epsilon: float = 2.0
+    world: RouterProblem, noise: Tensor | None = None, epsilon: float = 2.0
 ) -> tuple[CountsRouter, Tensor]:
     noisy = world.histogram() + (0 if noise is None else noise)
     return CountsRouter.from_counts(world.sketch(), noisy, world.num_units, epsilon, PATH), noisy
@@ -59,15 +59,18 @@ def _plain(router: Router) -> Calibrated:
 
 
 def _public(
-    world: World, noisy: Tensor, layout: Layout | None = None, prior: Sequence[float] | None = None
+    world: RouterProblem,
+    noisy: Tensor,
+    layout: Layout | None = None,
+    prior: Sequence[float] | None = None,
 ) -> PublicData:
-    evidence = Evidence(noisy, world.num_units, 2.0, layout or one_each(2))
+    evidence = Evidence(noisy, world.num_units, 2.0, layout or one_expert_per_silo(2))
     images, group = world.public[:NUM_PUBLIC], world.public_group[:NUM_PUBLIC]
     return PublicData(images, group, evidence, prior or [2 / 3, 1 / 3], PATH, seed=0)
 
 
 def _compare(
-    world: World, counts: CountsRouter, candidate: Router, noisy: Tensor, bands=BANDS
+    world: RouterProblem, counts: CountsRouter, candidate: Router, noisy: Tensor, bands=BANDS
 ) -> Comparison:
     held_out = HeldOut(
         list(world.released(counts.sketch, T_R, seed=7).values()), counts.sketch, T_R
@@ -75,7 +78,7 @@ def _compare(
     return compare(_plain(counts), _plain(candidate), _public(world, noisy), held_out, bands=bands)
 
 
-def test_public_comparison_finds_the_silos_own_cross_entropy(world: World) -> None:
+def test_public_comparison_finds_the_silos_own_cross_entropy(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
     found = _compare(world, counts, _silent(counts), noisy)
     x, label = (
@@ -91,7 +94,7 @@ def test_public_comparison_finds_the_silos_own_cross_entropy(world: World) -> No
         )
 
 
-def test_router_is_not_worse_than_itself(world: World) -> None:
+def test_router_is_not_worse_than_itself(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
     found = _compare(world, counts, _silent(counts), noisy)
     assert found.sketches is not None and not found.worse
@@ -100,7 +103,7 @@ def test_router_is_not_worse_than_itself(world: World) -> None:
 
 
 def test_router_refitted_on_good_sketches_is_nowhere_worse_when_counts_were_noisy(
-    world: World,
+    world: RouterProblem,
 ) -> None:
     counts, noisy = _counts(world, torch.tensor([[8, -6, 3, -4], [-5, 9, -7, 2]]))
     refitted = refit_shares(counts, list(world.released(counts.sketch, 0.2).values()), 0.2)
@@ -108,7 +111,7 @@ def test_router_refitted_on_good_sketches_is_nowhere_worse_when_counts_were_nois
     assert _silent(refitted).differs(counts)
 
 
-def test_harmful_network_is_found_worse_where_it_speaks(world: World) -> None:
+def test_harmful_network_is_found_worse_where_it_speaks(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
     harmful = _silent(counts)
     with torch.no_grad():
@@ -120,7 +123,7 @@ def test_harmful_network_is_found_worse_where_it_speaks(world: World) -> None:
     assert found.sketches is not None and not found.sketches.worse
 
 
-def test_spoilt_router_of_any_family_is_found_worse(world: World) -> None:
+def test_spoilt_router_of_any_family_is_found_worse(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
 
     class Opposite:
@@ -138,7 +141,7 @@ def test_spoilt_router_of_any_family_is_found_worse(world: World) -> None:
     assert found.worse and found.sketches is None
 
 
-def test_router_that_public_data_contradict_is_refused(world: World) -> None:
+def test_router_that_public_data_contradict_is_refused(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
     value, low, high = refuse_worse_than_prior("counts", counts, _public(world, noisy))
     assert low < value < high < 0
@@ -146,9 +149,9 @@ def test_router_that_public_data_contradict_is_refused(world: World) -> None:
         refuse_worse_than_prior("counts", counts, _public(world, noisy.flip(1)))
 
 
-@pytest.mark.parametrize("layout", [clustered(), dealt()])
+@pytest.mark.parametrize("layout", [clustered_layout(), random_layout()])
 def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(
-    world: World, layout: Layout
+    world: RouterProblem, layout: Layout
 ) -> None:
     counts, noisy = _counts(world)
     _, share = layout.split(counts.log_mass_KG.exp())
@@ -159,7 +162,9 @@ def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(
     x = torch.cat([world.silos[k] for k in (0, 1)])
     group = torch.cat(world.silo_group)
     silo = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
-    half = (group >= GROUPS // 2).long() if layout == clustered() else torch.arange(len(x)) % 2
+    half = (
+        (group >= GROUPS // 2).long() if layout == clustered_layout() else torch.arange(len(x)) % 2
+    )
     for band, truth in zip(
         found.bands, cross_entropy(experts, x, 2 * silo + half, prior), strict=True
     ):
@@ -167,11 +172,11 @@ def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(
     swapped = _plain(
         CountsRouter(counts.sketch, counts.split(layout).log_mass_KG[[1, 0, 3, 2]], PATH)
     )
-    assert bool(compare(experts, swapped, public).worse) == (layout == clustered())
+    assert bool(compare(experts, swapped, public).worse) == (layout == clustered_layout())
 
 
 def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_of_the_release(
-    world: World,
+    world: RouterProblem,
 ) -> None:
     exact, histogram = _counts(world)
     fixed = CountsRouter(
@@ -188,7 +193,7 @@ def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_o
 
     truth = difference(histogram)[0]
     noise = (
-        torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0, Seeded(n)).reshape(2, GROUPS))
+        torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0, SeededNoise(n)).reshape(2, GROUPS))
         for n in range(12)
     )
     found = [difference(histogram + one) for one in noise]
@@ -198,7 +203,7 @@ def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_o
     assert sum(low <= truth <= high for _, low, high in found) >= 6
 
 
-def test_intervals_widen_with_the_number_of_looks(world: World) -> None:
+def test_intervals_widen_with_the_number_of_looks(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
     other = CountsRouter(
         counts.sketch, torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH
@@ -213,7 +218,9 @@ def test_intervals_widen_with_the_number_of_looks(world: World) -> None:
     assert ratio == pytest.approx(2.576 / 1.960, rel=0.15)
 
 
-def test_public_comparison_refuses_releases_of_another_number_of_experts(world: World) -> None:
+def test_public_comparison_refuses_releases_of_another_number_of_experts(
+    world: RouterProblem,
+) -> None:
     counts, noisy = _counts(world)
     with pytest.raises(ShapeError, check=has_subject("statistics")):
         _compare(world, counts, _silent(counts), noisy[:1])

@@ -15,8 +15,13 @@ from ddm.routers.sketch import Sketch
 from ddm.statistics.class_counts import ClassCounts
 from tests.support.documents import plan_document
 from tests.support.errors import has_subject
-from tests.support.router_problems import GROUPS, clustered, make_world, one_each
-from tests.support.seeded import Seeded
+from tests.support.router_problems import (
+    GROUPS,
+    clustered_layout,
+    make_problem,
+    one_expert_per_silo,
+)
+from tests.support.seeded import SeededNoise
 
 CLASSES = 3
 NUM_UNITS = [2000, 1000]
@@ -24,7 +29,7 @@ NUM_UNITS = [2000, 1000]
 
 @pytest.fixture(scope="module")
 def sketch() -> Sketch:
-    return make_world([[0.25] * 4, [0.25] * 4], [50, 50]).sketch()
+    return make_problem([[0.25] * 4, [0.25] * 4], [50, 50]).sketch()
 
 
 def _held() -> Tensor:
@@ -39,12 +44,14 @@ def _held() -> Tensor:
 def _noised(epsilon: float, seed: int = 0) -> Tensor:
     held = _held()
     return held + torch.from_numpy(
-        discrete_laplace(held.numel(), epsilon, Seeded(seed)).reshape(held.shape)
+        discrete_laplace(held.numel(), epsilon, SeededNoise(seed)).reshape(held.shape)
     )
 
 
 def test_conditional_prior_is_who_holds_the_class(sketch: Sketch) -> None:
-    found = ConditionalPrior.from_counts(sketch, _noised(2.0), NUM_UNITS, 2.0, one_each(2))
+    found = ConditionalPrior.from_counts(
+        sketch, _noised(2.0), NUM_UNITS, 2.0, one_expert_per_silo(2)
+    )
     held = _held().double()
     expected = held.sum(2) / held.sum((0, 2)).clamp(min=1)
     for label in (0, 1):
@@ -62,7 +69,7 @@ def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> Non
     off, off_at_their_word = [], []
     for seed in range(20):
         noisy = _noised(1.0, seed)
-        found = ConditionalPrior.from_counts(sketch, noisy, NUM_UNITS, 1.0, one_each(2))
+        found = ConditionalPrior.from_counts(sketch, noisy, NUM_UNITS, 1.0, one_expert_per_silo(2))
         off.append(float((found.log_prior(2).exp() - prior).abs().max()))
         counts = noisy[:, 2].clamp(min=0).sum(1) + 1e-3 * prior
         off_at_their_word.append(float((counts / counts.sum() - prior).abs().max()))
@@ -71,8 +78,8 @@ def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> Non
 
 
 def test_experts_of_a_silo_split_its_share_of_a_class_by_their_groups(sketch: Sketch) -> None:
-    silos = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, one_each(2))
-    experts = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, clustered())
+    silos = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, one_expert_per_silo(2))
+    experts = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, clustered_layout())
     together = experts.prior_CE.view(CLASSES, 2, 2).sum(2)
     torch.testing.assert_close(together, silos.prior_CE)
     # class 0 lies in the first half of groups
@@ -93,7 +100,7 @@ def test_class_counts_have_a_cell_for_each_class_and_group() -> None:
 
 
 def test_conditional_prior_refuses_what_is_no_prior(sketch: Sketch) -> None:
-    found = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 1.0, one_each(2))
+    found = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 1.0, one_expert_per_silo(2))
     with pytest.raises(NumericalError, check=has_subject("class priors")):
         ConditionalPrior(2 * found.prior_CE, found.mass_ECG)
     for label in (-1, CLASSES):
@@ -105,7 +112,9 @@ def test_router_given_a_class_tells_experts_apart_by_where_the_class_lies_in_the
     sketch: Sketch,
 ) -> None:
     """Brute force at one point: the groups' Gaussians, weighted by where class 1 lies in each expert."""
-    found = ConditionalPrior.from_counts(sketch, _noised(2.0), NUM_UNITS, 2.0, one_each(2))
+    found = ConditionalPrior.from_counts(
+        sketch, _noised(2.0), NUM_UNITS, 2.0, one_expert_per_silo(2)
+    )
     path, t = LinearPath(), 0.4
     x_t = torch.randn(
         3, sketch.mean_D.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64

@@ -12,10 +12,17 @@ from ddm.routers.base import Router, posterior
 from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.sketch import Sketch
 from tests.support.case import case
-from tests.support.router_problems import GROUPS, PATH, RANK, clustered, dealt, make_world
+from tests.support.router_problems import (
+    GROUPS,
+    PATH,
+    RANK,
+    clustered_layout,
+    make_problem,
+    random_layout,
+)
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
-WORLD = make_world(SHARES, [300, 200, 100])
+WORLD = make_problem(SHARES, [300, 200, 100])
 SKETCH = WORLD.sketch()
 LOG_MASS = torch.tensor(SHARES).log()
 
@@ -155,14 +162,14 @@ def test_blocks_do_not_change_the_answer(monkeypatch) -> None:
 
 
 def test_expert_far_from_a_sample_keeps_a_finite_likelihood() -> None:
-    router = CountsRouter(SKETCH, LOG_MASS, PATH).split(clustered(3))
+    router = CountsRouter(SKETCH, LOG_MASS, PATH).split(clustered_layout(3))
     far = 40 * SKETCH.group_mean_GR[:1].float()
     found = router.sketch_log_likelihood(far, torch.zeros(1))
     assert bool(torch.isfinite(found).all())
     assert float(found.max() - found.min()) > 200  # beyond what float32 can exponentiate
 
 
-@pytest.mark.parametrize("layout", [clustered(3), dealt(3)])
+@pytest.mark.parametrize("layout", [clustered_layout(3), random_layout(3)])
 def test_experts_of_a_silo_together_are_the_silo(layout, tmp_path) -> None:
     silos = CountsRouter.from_counts(SKETCH, WORLD.histogram(), WORLD.num_units, 1.0, PATH)
     experts = silos.split(layout)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddm.errors import ShapeError
 from ddm.routers.evaluation import BANDS, cross_entropy
-from tests.support.router_problems import World, make_world
+from tests.support.router_problems import RouterProblem, make_problem
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 PRIOR = [0.7, 0.3]
@@ -34,11 +34,11 @@ class TwoNormals:
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return make_world(SHARES, [600, 300])
+def world() -> RouterProblem:
+    return make_problem(SHARES, [600, 300])
 
 
-def test_cross_entropy_of_a_flat_router_is_the_entropy_of_the_prior(world: World) -> None:
+def test_cross_entropy_of_a_flat_router_is_the_entropy_of_the_prior(world: RouterProblem) -> None:
     x, label = (
         torch.cat(world.silos),
         torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),

@@ -8,7 +8,7 @@ import torch
 
 from ddm.privacy.noise import discrete_laplace
 from ddm.routers.histograms import expected_by_likeness, expected_counts
-from tests.support.seeded import Seeded
+from tests.support.seeded import SeededNoise
 
 
 def _surprise(estimate: np.ndarray, true: np.ndarray) -> float:
@@ -51,7 +51,7 @@ def test_expected_counts_describe_a_small_silo_better_than_clipping() -> None:
     rng = np.random.default_rng(0)
     weight = rng.dirichlet(np.full(32, 5.0))
 
-    ours, clipped, noise = 0.0, 0.0, Seeded(0)
+    ours, clipped, noise = 0.0, 0.0, SeededNoise(0)
     for _ in range(40):
         true = rng.multinomial(130, rng.dirichlet(0.7 * 32 * weight))
         noisy = true + discrete_laplace(32, 1.0, noise)
@@ -76,7 +76,7 @@ def test_like_groups_tell_what_noise_hides_and_change_little_where_they_do_not_a
     alike: bool,
 ) -> None:
     weight, mean, share = _world(alike=alike)
-    rng, noise, plain, ours = np.random.default_rng(2), Seeded(0), 0.0, 0.0
+    rng, noise, plain, ours = np.random.default_rng(2), SeededNoise(0), 0.0, 0.0
     for _ in range(20):
         true = rng.multinomial(400, share)
         noisy = true + discrete_laplace(60, 0.5, noise)

@@ -17,7 +17,13 @@ from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, fit_residual
 from ddm.routers.sketch import Sketch
 from tests.ddm.routers.test_residual import SETTINGS, _two_lobes
-from tests.support.router_problems import PATH, Sharper, World, make_world, one_each
+from tests.support.router_problems import (
+    PATH,
+    OverconfidentRouter,
+    RouterProblem,
+    make_problem,
+    one_expert_per_silo,
+)
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
 HONEST, BOLD = 300, 10**9
@@ -25,24 +31,24 @@ NO_CAP, CAP = 1.0, 0.5
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return make_world(SHARES, [600, 300, HONEST])
+def world() -> RouterProblem:
+    return make_problem(SHARES, [600, 300, HONEST])
 
 
-def _claims(world: World, claim: int) -> tuple[Tensor, list[int]]:
+def _claims(world: RouterProblem, claim: int) -> tuple[Tensor, list[int]]:
     """The third silo states that many units, all in the first group."""
     histogram = world.histogram().clone()
     histogram[2] = torch.tensor([claim, 0, 0, 0])
     return histogram, [600, 300, claim]
 
 
-def _temperature(world: World, claim: int, cap: float) -> float:
+def _temperature(world: RouterProblem, claim: int, cap: float) -> float:
     histogram, num_units = _claims(world, claim)
     shares = capped_shares(num_units, cap)
     counts = CountsRouter.from_counts(world.sketch(), histogram, num_units, 20.0, PATH)
-    evidence = Evidence(histogram, num_units, 20.0, one_each(3), shares)
+    evidence = Evidence(histogram, num_units, 20.0, one_expert_per_silo(3), shares)
     public = PublicData(world.public, world.public_group, evidence, shares, PATH, seed=0)
-    return calibrate(Sharper(counts, 3.0), public).temperature
+    return calibrate(OverconfidentRouter(counts, 3.0), public).temperature
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=12), st.floats(0.05, 1.0))
@@ -70,7 +76,9 @@ def test_shares_of_nobody_or_a_cap_out_of_range_are_refused(
         capped_shares(num_units, cap)
 
 
-def test_likelihoods_of_two_silos_do_not_depend_on_what_a_third_claims(world: World) -> None:
+def test_likelihoods_of_two_silos_do_not_depend_on_what_a_third_claims(
+    world: RouterProblem,
+) -> None:
     """Counts and refit need no cap: each silo's mixture is made of its own releases."""
     found = []
     for claim in (HONEST, BOLD):
@@ -82,7 +90,7 @@ def test_likelihoods_of_two_silos_do_not_depend_on_what_a_third_claims(world: Wo
 
 
 def test_temperature_stays_when_a_silo_claims_a_billion_units_only_under_the_cap(
-    world: World,
+    world: RouterProblem,
 ) -> None:
     """The temperature scales every log odds, so those of two other silos may move by 5%; without the cap, threefold."""
     honest = _temperature(world, HONEST, CAP)

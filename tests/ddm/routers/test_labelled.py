@@ -8,7 +8,7 @@ from ddm.partition.layout import ExpertPart, Layout
 from ddm.protocol.partition import SiloClusterPartition
 from ddm.routers.labelled import Labelled, class_shares, numbered, silo_shares
 from tests.support.errors import has_subject
-from tests.support.router_problems import clustered, dealt, one_each
+from tests.support.router_problems import clustered_layout, one_expert_per_silo, random_layout
 
 SHARES = torch.tensor([[0.7, 0.2, 0.1, 0.0], [0.1, 0.1, 0.8, 0.0]], dtype=torch.float64)
 CELLS = torch.tensor([0] * 20 + [1] * 10 + [2] * 30 + [3] * 5)
@@ -78,7 +78,7 @@ def test_shares_of_classes_and_groups_are_those_of_the_counts_within_what_an_exp
     None
 ):
     count_KCG = torch.randint(1, 50, (2, 3, 4), generator=torch.Generator().manual_seed(0)).double()
-    for layout in (one_each(2), clustered(), dealt()):
+    for layout in (one_expert_per_silo(2), clustered_layout(), random_layout()):
         found = class_shares(count_KCG, layout).view(-1, 3, 4)
         assert found.sum((1, 2)).tolist() == pytest.approx([1] * len(layout.parts))
         for e, (k, part) in enumerate(zip(layout.silo_E, layout.parts, strict=True)):
@@ -91,7 +91,7 @@ def test_shares_of_classes_and_groups_are_those_of_the_counts_within_what_an_exp
 
 def test_shares_of_silos_and_groups_are_those_of_the_images_that_are_said_to_be_of_a_silo() -> None:
     silo_N, group_N = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 3, 2, 2])
-    found = silo_shares(silo_N, group_N, 4, one_each(2)).view(2, 2, 4)
+    found = silo_shares(silo_N, group_N, 4, one_expert_per_silo(2)).view(2, 2, 4)
     assert found[0].tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]), [0, 0, 0, 0]]
     assert found[1].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]]
     parts = [
@@ -104,7 +104,9 @@ def test_shares_of_silos_and_groups_are_those_of_the_images_that_are_said_to_be_
     assert by_cluster[:, 0].tolist() == [[0.5, 0.5, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
     images = Labelled.of_cells(torch.zeros(5, 1), silo_N * 4 + group_N, by_cluster.flatten(1))
     assert images.target_JE[images.cell_N].argmax(1).tolist() == [0, 0, 1, 2, 2]
-    in_two = silo_shares(silo_N, group_N, 4, dealt())  # nothing tells random parts of a silo apart
+    in_two = silo_shares(
+        silo_N, group_N, 4, random_layout()
+    )  # nothing tells random parts of a silo apart
     images = Labelled.of_cells(torch.zeros(5, 1), silo_N * 4 + group_N, in_two)
     assert images.target_JE[images.cell_N[0]].tolist() == [0.5, 0.5, 0, 0]
 

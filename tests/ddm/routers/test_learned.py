@@ -14,14 +14,21 @@ from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, Residual
 from ddm.routers.sketch import Sketch
 from tests.support.errors import has_subject
-from tests.support.router_problems import GROUPS, PATH, RANK, World, clustered, make_world
+from tests.support.router_problems import (
+    GROUPS,
+    PATH,
+    RANK,
+    RouterProblem,
+    clustered_layout,
+    make_problem,
+)
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]
 SETTINGS = LearnedSettings(hidden=16, depth=2, num_steps=60)
 T_R = 0.6
 
 
-def _vague(world: World) -> CountsRouter:
+def _vague(world: RouterProblem) -> CountsRouter:
     """A counts router that knows next to nothing: public shares, wide errors."""
     return CountsRouter(
         world.sketch(), torch.full((2, GROUPS), -np.log(GROUPS)), PATH, torch.full((2, GROUPS), 0.2)
@@ -29,11 +36,13 @@ def _vague(world: World) -> CountsRouter:
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return make_world(SHARES, [400, 300])
+def world() -> RouterProblem:
+    return make_problem(SHARES, [400, 300])
 
 
-def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(world: World) -> None:
+def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(
+    world: RouterProblem,
+) -> None:
     counts = _vague(world)
     released = list(world.released(counts.sketch, T_R).values())
     found = refit_shares(counts, released, T_R).log_mass_KG.exp().numpy()
@@ -53,7 +62,9 @@ def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(world: W
     assert loss(np.full(GROUPS, 0.25)) > best.fun + 1  # where it started is not where it should end
 
 
-def test_refitted_shares_recover_the_truth_that_the_counts_did_not_know(world: World) -> None:
+def test_refitted_shares_recover_the_truth_that_the_counts_did_not_know(
+    world: RouterProblem,
+) -> None:
     counts = _vague(world)
     truth = (world.histogram() / torch.tensor(world.num_units)[:, None]).double()
     refitted = refit_shares(counts, list(world.released(counts.sketch, 0.1).values()), 0.1)
@@ -61,7 +72,7 @@ def test_refitted_shares_recover_the_truth_that_the_counts_did_not_know(world: W
     assert float((counts.log_mass_KG.exp() - truth).abs().max()) > 0.3
 
 
-def test_refitted_shares_stay_with_counts_that_are_certain(world: World) -> None:
+def test_refitted_shares_stay_with_counts_that_are_certain(world: RouterProblem) -> None:
     sure = CountsRouter(
         world.sketch(), _vague(world).log_mass_KG, PATH, torch.full((2, GROUPS), 1e-4)
     )
@@ -69,7 +80,7 @@ def test_refitted_shares_stay_with_counts_that_are_certain(world: World) -> None
     torch.testing.assert_close(refitted.log_mass_KG, sure.log_mass_KG, atol=1e-3, rtol=0)
 
 
-def test_refitted_router_is_better_for_every_t_when_counts_were_noisy(world: World) -> None:
+def test_refitted_router_is_better_for_every_t_when_counts_were_noisy(world: RouterProblem) -> None:
     counts = _vague(world)
     learned = refit_shares(counts, list(world.released(counts.sketch, 0.3).values()), 0.3)
     x, label = (
@@ -83,7 +94,7 @@ def test_refitted_router_is_better_for_every_t_when_counts_were_noisy(world: Wor
     assert after[0].value < before[0].value - 0.05
 
 
-def _with_loud_network(world: World) -> LearnedRouter:
+def _with_loud_network(world: RouterProblem) -> LearnedRouter:
     mixture = _vague(world)
     residual = Residual(mixture.sketch, 2, 8, 1, PATH)
     with torch.no_grad():
@@ -91,11 +102,11 @@ def _with_loud_network(world: World) -> LearnedRouter:
     return LearnedRouter(mixture, residual)
 
 
-def _lessons(world: World, counts: CountsRouter) -> PublicSketches:
+def _lessons(world: RouterProblem, counts: CountsRouter) -> PublicSketches:
     return PublicSketches.of(world.public, world.public_group, counts.sketch, PATH)
 
 
-def test_network_is_silent_at_pure_noise_and_nowhere_else(world: World) -> None:
+def test_network_is_silent_at_pure_noise_and_nowhere_else(world: RouterProblem) -> None:
     loud = _with_loud_network(world)
     assert isinstance(loud, Router)
     x = torch.cat(world.silos)[:100]
@@ -108,7 +119,7 @@ def test_network_is_silent_at_pure_noise_and_nowhere_else(world: World) -> None:
 
 
 def test_learned_router_answers_the_prior_at_pure_noise_after_its_file(
-    world: World, tmp_path
+    world: RouterProblem, tmp_path
 ) -> None:
     loud = _with_loud_network(world)
     save_tensors(tmp_path / "router.safetensors", loud.tensors())
@@ -126,7 +137,7 @@ def test_learned_router_answers_the_prior_at_pure_noise_after_its_file(
     )
 
 
-def test_training_is_the_same_for_the_same_seed_and_reports_progress(world: World) -> None:
+def test_training_is_the_same_for_the_same_seed_and_reports_progress(world: RouterProblem) -> None:
     counts = _vague(world)
     released = world.released(counts.sketch, T_R)
     seen: list[int] = []
@@ -151,7 +162,7 @@ def test_training_is_the_same_for_the_same_seed_and_reports_progress(world: Worl
 
 
 def test_learned_router_beats_counts_where_these_were_noisy_and_says_what_changed(
-    world: World,
+    world: RouterProblem,
 ) -> None:
     counts = _vague(world)
     released = world.released(counts.sketch, 0.3)
@@ -171,7 +182,7 @@ def test_learned_router_beats_counts_where_these_were_noisy_and_says_what_change
     assert not LearnedRouter(counts, silent).differs(counts)
 
 
-def test_split_keeps_every_sketch_exactly_once_and_holds_out_a_fifth(world: World) -> None:
+def test_split_keeps_every_sketch_exactly_once_and_holds_out_a_fifth(world: RouterProblem) -> None:
     released = world.released(_vague(world).sketch, T_R)
     train, held_out = split_sketches(released, 3)
     for silo, s in released.items():
@@ -182,14 +193,16 @@ def test_split_keeps_every_sketch_exactly_once_and_holds_out_a_fifth(world: Worl
         split_sketches({"tiny": torch.zeros(1, RANK)}, 0)
 
 
-def test_training_refuses_sketches_of_another_number_of_silos(world: World) -> None:
+def test_training_refuses_sketches_of_another_number_of_silos(world: RouterProblem) -> None:
     with pytest.raises(ShapeError):
         counts = _vague(world)
         lessons = _lessons(world, counts)
         fit_learned(counts, {"one": torch.zeros(5, RANK)}, [5], lessons, SETTINGS, 0, t_release=T_R)
 
 
-def _released(world: World, rank: int, t_r: float) -> tuple[CountsRouter, dict[str, torch.Tensor]]:
+def _released(
+    world: RouterProblem, rank: int, t_r: float
+) -> tuple[CountsRouter, dict[str, torch.Tensor]]:
     """A wide counts router that knows nothing, and sketches of its leading dimensions."""
     wide = Sketch.fit(world.public, world.public_group, 8, GROUPS, released_rank=rank)
     vague = CountsRouter(
@@ -198,7 +211,7 @@ def _released(world: World, rank: int, t_r: float) -> tuple[CountsRouter, dict[s
     return vague, world.released(wide.head(rank), t_r)
 
 
-def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: World) -> None:
+def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: RouterProblem) -> None:
     counts, released = _released(world, RANK, 0.1)
     learned = fit_learned(
         counts, released, world.num_units, _lessons(world, counts), SETTINGS, 0, t_release=0.1
@@ -219,10 +232,10 @@ def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: World) -> None:
     assert wide.value < narrow.value - 1e-4
 
 
-def test_experts_of_a_silo_together_are_the_silo(world: World) -> None:
+def test_experts_of_a_silo_together_are_the_silo(world: RouterProblem) -> None:
     loud = _with_loud_network(world)
     assert isinstance(loud, SketchRouter)
-    layout = clustered()
+    layout = clustered_layout()
     split = loud.split(layout)
     assert split.num_experts == 4
     _, share = layout.split(loud.mixture.log_mass_KG.exp())

@@ -24,10 +24,10 @@ from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.routers.sketch import Sketch
 from tests.support.documents import plan_document
 from tests.support.errors import has_subject
-from tests.support.router_problems import GROUPS, PATH, clustered, make_world
+from tests.support.router_problems import GROUPS, PATH, clustered_layout, make_problem
 
 RANK, RELEASED, T_R = 6, 3, 0.7
-WORLD = make_world([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
+WORLD = make_problem([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
 SKETCH = Sketch.fit(WORLD.public, WORLD.public_group, RANK, GROUPS, released_rank=RELEASED)
 SETTINGS: dict[str, dict[str, Any]] = {
     "counts": {"kind": "counts"},
@@ -103,8 +103,8 @@ def _publish(
 
 
 FAMILIES: list[tuple[str, Callable[[], Any]]] = [
-    ("counts", lambda: _counts().split(clustered())),
-    ("learned", lambda: _learned().split(clustered())),
+    ("counts", lambda: _counts().split(clustered_layout())),
+    ("learned", lambda: _learned().split(clustered_layout())),
     ("samples", lambda: _samples(4)),
 ]
 
@@ -178,7 +178,7 @@ def test_router_for_another_number_of_experts_or_silos_is_refused(tmp_path) -> N
     counts = _publish(tmp_path, "counts", _counts().tensors(), 3)
     with pytest.raises(TensorFileError, check=has_subject("router.safetensors, tensor mass")):
         load_router(counts, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=three)
-    learned = _publish(tmp_path, "learned", _learned().split(clustered()).tensors(), 4)
+    learned = _publish(tmp_path, "learned", _learned().split(clustered_layout()).tensors(), 4)
     four_silos = _experts(["east", "north", "south", "west"])
     with pytest.raises(
         TensorFileError, check=has_subject("router.safetensors, tensor residual.layers.2.bias")

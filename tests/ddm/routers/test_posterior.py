@@ -20,10 +20,10 @@ from ddm.routers.residual import Residual
 from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.sampling.guidance import ClassPrior
 from tests.support.errors import has_subject
-from tests.support.router_problems import GROUPS, PATH, clustered, make_world
+from tests.support.router_problems import GROUPS, PATH, clustered_layout, make_problem
 
-WORLD = make_world([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
-SKETCH, LAYOUT = WORLD.sketch(), clustered()
+WORLD = make_problem([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
+SKETCH, LAYOUT = WORLD.sketch(), clustered_layout()
 PRIOR = [0.4, 0.2, 0.1, 0.3]
 CLASSES, TEXTS = ClassCondition(num_classes=3), TextCondition(dim=2, max_tokens=3)
 TEXT_BLD = torch.randn(6, 2, 2, generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from ddm.routers.counts import CountsRouter
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
 from ddm.routers.sketch import Sketch
 from tests.support.errors import has_subject
-from tests.support.router_problems import GROUPS, PATH, make_world
+from tests.support.router_problems import GROUPS, PATH, make_problem
 
 SETTINGS = LearnedSettings(hidden=32, depth=2, num_steps=300)
 PRIOR = torch.tensor([0.5, 0.5])
@@ -70,7 +70,7 @@ def test_residual_finds_what_the_gaussians_miss_near_the_data() -> None:
 
 
 def test_residual_stays_silent_where_the_mixture_is_the_truth() -> None:
-    world = make_world([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [50, 50])
+    world = make_problem([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [50, 50])
     sketch = Sketch.fit(world.public, world.public_group, 16, GROUPS)
     mixture = CountsRouter(
         sketch, torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH
@@ -86,7 +86,7 @@ def test_residual_stays_silent_where_the_mixture_is_the_truth() -> None:
 
 
 def test_residual_is_exactly_zero_at_t_1_and_only_there() -> None:
-    world = make_world([[0.25] * 4, [0.25] * 4], [40, 40])
+    world = make_problem([[0.25] * 4, [0.25] * 4], [40, 40])
     residual = Residual(world.sketch(), 2, 8, 1, PATH).requires_grad_(False)
     with torch.no_grad():
         residual.layers[-1].bias.fill_(1.0)

@@ -15,7 +15,7 @@ from ddm.loading.ensemble import load_ensemble, on_path, open_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.learning import ExpertObjective
 from ddm.sampling.expert_cache import LazyExperts
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.errors import has_subject
 from tests.support.gaussian_mixture import four_silos
@@ -106,11 +106,11 @@ def test_locked_samples_load_each_expert_once_and_sampled_ones_again_and_again()
     assert len(disk.loaded) == 4 + 4 * 2
 
 
-def expert_files(published: Published) -> list[Path]:
+def expert_files(published: PublishedRelease) -> list[Path]:
     return sorted(published.release.glob("targets/*/silos/*/experts/*/expert.safetensors"))
 
 
-def test_expert_is_verified_each_time_it_is_loaded(published: Published) -> None:
+def test_expert_is_verified_each_time_it_is_loaded(published: PublishedRelease) -> None:
     least = least_memory(open_release(published.release, root=published.root, state=None))
     opened = open_ensemble(published.release, root=published.root, memory_bytes=least)
     assert isinstance(opened.experts, LazyExperts)
@@ -126,7 +126,7 @@ def test_expert_is_verified_each_time_it_is_loaded(published: Published) -> None
         opened.sample(8, steps=2)
 
 
-def test_release_is_refused_a_budget_that_holds_no_expert(published: Published) -> None:
+def test_release_is_refused_a_budget_that_holds_no_expert(published: PublishedRelease) -> None:
     release = open_release(published.release, root=published.root, state=None, experts_later=True)
     least = least_memory(release)
     with pytest.raises(

@@ -204,7 +204,7 @@ def test_progress_and_provenance_count_corrections(monkeypatch: pytest.MonkeyPat
     assert all(drawn.provenance[i][-1].experts == (int(drawn.expert_N[i]),) for i in range(20))
 
 
-class Halves:
+class RepeatingLatents:
     """A latent space of one value for each two pixels of a row."""
 
     def encode(self, samples: Tensor, on_progress: object = None) -> Tensor:
@@ -226,7 +226,7 @@ def test_latents_are_known_where_all_their_pixels_are_and_known_pixels_are_put_b
         seen.append(x_B)
         return (x_B - 5) / t_B.clamp(min=1e-3).view(-1, 1, 1, 1)
 
-    ensemble = Ensemble([expert], None, [1.0], (1, 1, 2), latent=Halves())  # type: ignore[arg-type]
+    ensemble = Ensemble([expert], None, [1.0], (1, 1, 2), latent=RepeatingLatents())  # type: ignore[arg-type]
     drawn = ensemble.inpaint(
         torch.tensor([[[[1.0, 2.0, 3.0, 0.0]]]]),
         known[0],

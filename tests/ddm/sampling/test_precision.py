@@ -15,7 +15,7 @@ from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.learning import ExpertObjective
 from ddm.sampling.expert_cache import LazyExperts, move_experts
 from ddm.sampling.options import sampling_keywords
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.ddm.system.test_devices import CLASS, DIT, MMDIT, SHAPE, TEXT, UNET, experts
 from tests.support.case import case
 from tests.support.gaussian_mixture import UninformedRouter, four_silos
@@ -79,7 +79,7 @@ def test_samples_are_drawn_in_the_arithmetic_that_is_asked_for() -> None:
         made.to(torch.float16)
 
 
-def test_autocast_region_of_the_caller_lowers_experts_alone(published: Published) -> None:
+def test_autocast_region_of_the_caller_lowers_experts_alone(published: PublishedRelease) -> None:
     made = load_ensemble(open_release(published.release, root=published.root, state=None))
     for strategy in ("full", "sample", "lock"):
         plain = made.sample(3, strategy=strategy, steps=2)
@@ -167,7 +167,7 @@ def test_expert_on_another_path_is_a_network_like_any_other() -> None:
     assert len(list(converted.parameters())) == len(list(net.parameters()))  # type: ignore[attr-defined]
 
 
-def test_state_may_be_named_by_a_text(published: Published, tmp_path: object) -> None:
+def test_state_may_be_named_by_a_text(published: PublishedRelease, tmp_path: object) -> None:
     opened = open_ensemble(
         str(published.release), root=str(published.root), state=f"{tmp_path}/state"
     )

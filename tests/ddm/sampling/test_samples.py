@@ -15,7 +15,7 @@ from ddm.errors import DataError, SetupError
 from ddm.images.samples import read_given_images, read_mask
 from ddm.protocol.data import DataSpec
 from tests.support.case import case
-from tests.support.pictures import pictures
+from tests.support.pictures import read_all_pictures
 
 DIGEST = "ab" * 32
 
@@ -109,7 +109,7 @@ def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(
     read = [
         torch.from_numpy(volume)
         for volume in (
-            picture.values.astype(np.float32) for picture in pictures(tmp_path / "folder")
+            picture.values.astype(np.float32) for picture in read_all_pictures(tmp_path / "folder")
         )
     ]
     # values are stretched to the range in between

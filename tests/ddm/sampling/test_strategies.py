@@ -143,7 +143,7 @@ def test_shares_are_kept_when_a_drawn_expert_is_held_until_the_router_is_asked_a
     assert shares_off(strategy, router_every=every) < 4
 
 
-class Counting:
+class CountingRouter:
     num_experts = 4
 
     def __init__(self) -> None:
@@ -156,12 +156,12 @@ class Counting:
 
 @pytest.mark.parametrize("strategy", [Full(), Sample(), TopK(2), Lock(0.0)])
 def test_router_is_asked_at_every_nth_step_alone(strategy: Strategy) -> None:
-    router = Counting()
+    router = CountingRouter()
     exact(router=router).sample(
         8, strategy=strategy, steps=10, options=SamplingOptions(router_every=4)
     )
     assert set(router.times) == {0.6, 0.2}
-    router = Counting()
+    router = CountingRouter()
     exact(router=router).sample(
         8, strategy=strategy, steps=10, options=SamplingOptions(solver="euler")
     )
@@ -176,7 +176,7 @@ def test_lock_draws_at_its_time_even_where_the_router_would_rest(
 ) -> None:
     cut = segments(Lock(0.7, prefix), (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), router_every=4)
     assert [(part.first_step, part.rule) for part in cut] == [(0, before), (2, StepRule.LOCK)]
-    router = Counting()
+    router = CountingRouter()
     exact(router=router).sample(
         8, strategy="lock", tau=0.8, steps=10, options=SamplingOptions(router_every=5)
     )

@@ -1,20 +1,11 @@
 """Waits that grow with every try."""
 
 from ddm.system.backoff import Backoff
-
-
-class Clock:
-    """A clock that stands until it is set."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clocks import ManualClock
 
 
 def test_faults_of_two_weeks_do_not_add_up_to_an_end() -> None:
-    clock = Clock()
+    clock = ManualClock()
     backoff = Backoff(3, clock=clock)
     for _ in range(14 * 24):
         assert backoff.allowed() and backoff.delay_s() == 0.0
@@ -29,7 +20,7 @@ def test_faults_of_two_weeks_do_not_add_up_to_an_end() -> None:
 
 
 def test_waits_are_never_longer_than_their_bound_and_short_again_after_a_success() -> None:
-    backoff = Backoff(longest_s=10.0, clock=Clock())
+    backoff = Backoff(longest_s=10.0, clock=ManualClock())
     waits = []
     for _ in range(100):
         assert backoff.allowed()

@@ -36,15 +36,15 @@ from ddm.routers.labelled import Labelled
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.system.devices import computes_in_bf16, device_named
 from ddm.training.config import Engine
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.ddm.cli.test_distill import distilled
 from tests.ddm.training.test_loop import Run, same_bytes, settings
 from tests.support.errors import has_subject
 from tests.support.gaussian_mixture import UninformedRouter
 from tests.support.pretend_gpu import GPU, pretend_gpu
 from tests.support.publishing import least_memory
-from tests.support.text_encoders import network, save
-from tests.support.torchrun_program import fresh, texts
+from tests.support.text_encoders import make_encoder, save_encoder
+from tests.support.torchrun_program import make_network, make_texts
 
 SHAPE = (1, 8, 8)
 NOTHING = NoCondition()
@@ -165,7 +165,7 @@ def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
     "strategy", ["full", "sample", "lock", "top-1", "top-k", "nucleus", "threshold"]
 )
 def test_release_is_sampled_on_a_gpu_as_on_a_cpu(
-    published: Published, strategy: str, little: bool
+    published: PublishedRelease, strategy: str, little: bool
 ) -> None:
     release = open_release(published.release, root=published.root, state=None)
     draw: Callable[[Ensemble], object] = partial(
@@ -207,7 +207,7 @@ def test_own_samples_of_readers_are_drawn_on_a_gpu_as_on_a_cpu(tmp_path: Path) -
 
 
 def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     release = open_release(published.release, root=published.root, state=None)
     found: dict[str, dict[str, Tensor]] = {}
@@ -261,8 +261,8 @@ def test_expert_is_trained_in_two_goes_on_a_gpu_as_in_one_on_a_cpu(
         run = Run(
             folder,
             settings(num_steps=9, **recipe),
-            model=fresh(kind),
-            labels=texts(kind),
+            model=make_network(kind),
+            labels=make_texts(kind),
             engine=engine,
         )
         return run((lambda: len(list(folder.glob("*.json"))) > 0) if stop else (lambda: False)).ema
@@ -297,7 +297,7 @@ def test_latents_are_encoded_and_decoded_on_a_gpu_as_on_a_cpu() -> None:
 
 
 def test_texts_are_encoded_on_a_gpu_as_on_a_cpu_up_to_bf16(tmp_path: Path) -> None:
-    folder = save(tmp_path / "encoder", network("T5EncoderModel"))
+    folder = save_encoder(tmp_path / "encoder", make_encoder("T5EncoderModel"))
     condition = pin(folder, max_tokens=5, drop=0.1)
     prompts = ["left", "right and left", ""]
     here = TextEncoder.open(folder, condition).encode(prompts)

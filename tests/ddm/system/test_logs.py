@@ -23,7 +23,7 @@ from ddm.system.logs import (
     start_logging,
 )
 from ddm.system.processes import program
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 
 LOG = logging.getLogger("silo.worker.made_up")
 
@@ -147,7 +147,9 @@ def test_records_of_another_process_are_logged_again_and_other_lines_are_not(
     assert not replay('{"level": "INFO", "logger": "root", "message": "from a stranger"}')
 
 
-def test_options_before_the_command_choose_the_log(published: Published, tmp_path: Path) -> None:
+def test_options_before_the_command_choose_the_log(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
     look = ("verify", published.release, "--root", published.root, "--state", tmp_path / "state")
     command = [str(program("ddm")), "--verbose", "--log-json", *map(str, look)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from ddm.errors import MemoryLimitError
 from ddm.system import memory
 from ddm.system.memory import SHARE, MemoryLimit, available_bytes, mebibytes, memory_limit
 from tests.support.errors import has_subject
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 GIB = 2**30
 
@@ -68,4 +68,4 @@ def test_bound_on_the_address_space_counts() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + 64 * 2**20, used + 64 * 2**20))
         assert available_bytes() <= 64 * 2**20
 
-    assert ended(forked(bounded)) == 0
+    assert wait_for_exit(fork_process(bounded)) == 0

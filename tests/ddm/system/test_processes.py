@@ -18,7 +18,7 @@ from ddm.system.processes import (
     script_command,
     spawn,
 )
-from tests.support.processes import alive
+from tests.support.processes import is_running
 from tests.support.waiting import wait_until
 
 # A program whose child ignores SIGTERM in a session of its own: the hardest tree to end.
@@ -57,7 +57,7 @@ def test_tree_is_gone_when_terminated_although_a_grandchild_ignores_sigterm(tree
     pids = [tree.guard_pid, *descendants(tree.guard_pid)]
     assert len(pids) == 3 and tree.num_descendants() == 1
     tree.terminate()
-    assert not any(map(alive, pids)) and not tree.running()
+    assert not any(map(is_running, pids)) and not tree.running()
 
 
 def test_tree_is_gone_when_only_the_main_thread_of_its_program_ends(tmp_path):
@@ -66,19 +66,19 @@ def test_tree_is_gone_when_only_the_main_thread_of_its_program_ends(tmp_path):
     pids = [tree.guard_pid, *descendants(tree.guard_pid)]
     assert len(pids) == 3
     tree.terminate()
-    assert not any(map(alive, pids)) and not tree.running()
+    assert not any(map(is_running, pids)) and not tree.running()
 
 
 def test_tree_is_gone_when_its_program_is_killed(tree):
     pids = descendants(tree.guard_pid)
     os.kill(tree.pid, signal.SIGKILL)
     assert tree.wait(60.0) and tree.returncode == 137
-    assert not any(map(alive, pids))
+    assert not any(map(is_running, pids))
 
 
 def test_program_is_gone_when_its_guard_is_killed(tree):
     os.kill(tree.guard_pid, signal.SIGKILL)
-    wait_until(lambda: not alive(tree.pid))
+    wait_until(lambda: not is_running(tree.pid))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -96,7 +96,7 @@ def test_tree_is_gone_when_its_supervisor_is_killed(tmp_path, number):
         pids = [guard_pid, *descendants(guard_pid)]
         assert len(pids) == 3
         supervisor.send_signal(number)
-    wait_until(lambda: not any(map(alive, pids)))
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_child_reports_the_exit_code_and_output_when_its_program_ends(tmp_path):

@@ -13,8 +13,9 @@ import pytest
 from ddm.errors import TransportError
 from ddm.system.processes import Child, spawn
 from ddm.system.supervisor import HeartbeatFile, Program, Supervisor
+from tests.support.clocks import ManualClock
 from tests.support.errors import has_subject
-from tests.support.processes import alive
+from tests.support.processes import is_running
 from tests.support.waiting import LIMIT_S, wait_until
 
 # Beats while the file `work` is there, and lives on without beating when it is gone.
@@ -27,16 +28,6 @@ while True:
         (folder / "alive").touch()
     time.sleep(0.02)
 """
-
-
-class Clock:
-    """A clock that stands until it is told otherwise."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def starter(folder: Path, code: str, name: str = "worker") -> Callable[[], Child]:
@@ -85,14 +76,14 @@ def test_program_is_replaced_when_it_hangs(how: str, tmp_path: Path) -> None:
             os.kill(first, signal.SIGSTOP)
         else:
             (tmp_path / "work").unlink()
-        check_until(supervisor, lambda: not alive(first))
+        check_until(supervisor, lambda: not is_running(first))
         (tmp_path / "work").touch()
         check_until(supervisor, lambda: supervisor.ready("worker"))
         assert supervisor.num_restarts()["worker"] >= 1
 
 
 def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock()
     with kept(worker(tmp_path, silent_s=60.0), clock=clock) as supervisor:
         supervisor.start("worker", timeout_s=LIMIT_S)
         first = supervisor.pids()
@@ -108,7 +99,7 @@ def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
 def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_program(
     tmp_path: Path,
 ) -> None:
-    clock = Clock()
+    clock = ManualClock()
     answers = iter([True, False, True])
     program = Program(
         "worker", starter(tmp_path, "import time; time.sleep(60)"), works=lambda: next(answers)
@@ -122,7 +113,7 @@ def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_program(
 
 
 def test_supervisor_gives_up_on_a_program_that_cannot_run(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock()
     start = starter(tmp_path, "print('no such thing'); raise SystemExit(3)", "broken")
     program = Program("broken", start, max_per_hour=3)
     with kept(program, clock=clock) as supervisor:
@@ -151,7 +142,7 @@ def test_start_is_refused_when_the_program_ends_or_never_works(tmp_path: Path) -
         with pytest.raises(TransportError, check=has_subject("idle")):
             supervisor.start("idle", timeout_s=0.2)
         pids = supervisor.pids()
-    assert not any(map(alive, pids.values()))
+    assert not any(map(is_running, pids.values()))
 
 
 def test_heartbeat_does_not_mind_a_clock_that_jumps(tmp_path: Path) -> None:

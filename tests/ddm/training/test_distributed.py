@@ -29,7 +29,7 @@ from tests.ddm.training.test_loop import (
     stop_at,
 )
 from tests.support.errors import has_subject
-from tests.support.torchrun_program import fresh, texts
+from tests.support.torchrun_program import make_network, make_texts
 
 TOLERANCE = 2e-5  # of weights of about 0.1 after 30 steps
 CPU = {"device": "cpu"}
@@ -111,9 +111,9 @@ def test_sharded_text_expert_resumes_to_the_same_bytes_and_is_that_of_one_proces
 ) -> None:
     sharded = load_file(two / "joint.safetensors")
     assert same_bytes(load_file(two / "joint_resumed.safetensors"), sharded)
-    one = Run(tmp_path, model=fresh("mmdit"), labels=texts("mmdit"))().ema
+    one = Run(tmp_path, model=make_network("mmdit"), labels=make_texts("mmdit"))().ema
     assert apart(sharded, one) < TOLERANCE
-    assert apart(fresh("mmdit").state_dict(), one) > 100 * TOLERANCE
+    assert apart(make_network("mmdit").state_dict(), one) > 100 * TOLERANCE
 
 
 def test_checkpoint_of_two_processes_continues_in_one(
@@ -142,12 +142,12 @@ def test_expert_in_bf16_is_near_that_in_float32_and_kept_in_float32(
 ) -> None:
     def run(folder: Path, precision: str) -> dict[str, Tensor]:
         return Run(
-            folder, settings(precision=precision), model=fresh(kind), labels=texts(kind)
+            folder, settings(precision=precision), model=make_network(kind), labels=make_texts(kind)
         )().ema
 
     half, full = run(tmp_path / "half", "bf16"), run(tmp_path / "full", "fp32")
     assert all(value.dtype == torch.float32 for value in half.values())
-    assert 0 < apart(half, full) < apart(dict(fresh(kind).state_dict()), full)
+    assert 0 < apart(half, full) < apart(dict(make_network(kind).state_dict()), full)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])

@@ -12,8 +12,8 @@ from ddm.training.config import Engine, TrainingSettings
 from ddm.training.distributed import num_processes
 from tests.ddm.training.test_distributed import apart
 from tests.ddm.training.test_loop import Run, settings
-from tests.support.jobs import Trial
-from tests.support.torchrun_program import fresh, texts
+from tests.support.jobs import SmallJob
+from tests.support.torchrun_program import make_network, make_texts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # of weights of about 0.1 after 30 steps; kernels of a GPU add
 
 def trained(folder: Path, kind: str, engine: Engine, **recipe: object) -> dict[str, Tensor]:
     return Run(
-        folder, settings(**recipe), model=fresh(kind), labels=texts(kind), engine=engine
+        folder, settings(**recipe), model=make_network(kind), labels=make_texts(kind), engine=engine
     )().ema
 
 
@@ -41,7 +41,7 @@ def test_gpu_trains_the_expert_of_a_cpu(
     here = trained(tmp_path / "cpu", kind, Engine(device="cpu"))
     assert all(value.device.type == "cpu" for value in there.values())
     assert apart(there, here) < TOLERANCE
-    assert apart(dict(fresh(kind).state_dict()), here) > 10 * TOLERANCE
+    assert apart(dict(make_network(kind).state_dict()), here) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["dit", "mmdit"])
@@ -51,7 +51,7 @@ def test_gpu_trains_in_bf16_and_keeps_float32(tmp_path: Path, kind: str) -> None
     assert all(
         value.dtype == torch.float32 and bool(value.isfinite().all()) for value in half.values()
     )
-    assert 0 < apart(half, full) < apart(dict(fresh(kind).state_dict()), full)
+    assert 0 < apart(half, full) < apart(dict(make_network(kind).state_dict()), full)
 
 
 def test_auto_is_one_process_a_gpu_and_more_are_refused() -> None:
@@ -65,7 +65,7 @@ def test_auto_is_one_process_a_gpu_and_more_are_refused() -> None:
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_gpus_train_the_expert_of_one_process(tmp_path: Path, shard: bool) -> None:
     def run(folder: Path, engine: Engine) -> dict[str, Tensor]:
-        trial = Trial(folder, TrainingSettings.model_validate(engine.model_dump()))
+        trial = SmallJob(folder, TrainingSettings.model_validate(engine.model_dump()))
         trial()
         return load_file(trial.expert)
 

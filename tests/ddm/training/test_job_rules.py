@@ -57,7 +57,7 @@ from silo.config import SiloSettings
 from silo.worker.jobs import discard_others
 from tests.support.case import case
 from tests.support.errors import has_subject
-from tests.support.jobs import Trial, task_of
+from tests.support.jobs import SmallJob, small_task
 from tests.support.waiting import wait_until
 
 SETTINGS = TrainingSettings(silence_s=100.0, start_s=1000.0)
@@ -261,7 +261,7 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
                 assert (kept["images"].kind == "referred") == refers
 
 
-def result_of(trial: Trial, **changes: object) -> TrainingResult:
+def result_of(trial: SmallJob, **changes: object) -> TrainingResult:
     """A result as a job would leave it, with an expert of the right names and shapes."""
     tensors = trial.task.expert.start().state_dict()
     save_file(tensors, trial.folder.expert)
@@ -270,39 +270,39 @@ def result_of(trial: Trial, **changes: object) -> TrainingResult:
     return TrainingResult.model_validate(whole | changes)
 
 
-def with_nan(trial: Trial) -> TrainingResult:
+def with_nan(trial: SmallJob) -> TrainingResult:
     tensors = load_file(trial.folder.expert)
     next(iter(tensors.values())).view(-1)[0] = float("nan")
     save_file(tensors, trial.folder.expert)
     return result_of_file(trial)
 
 
-def without_one(trial: Trial) -> TrainingResult:
+def without_one(trial: SmallJob) -> TrainingResult:
     tensors = load_file(trial.folder.expert)
     tensors.pop(next(iter(tensors)))
     save_file(tensors, trial.folder.expert)
     return result_of_file(trial)
 
 
-def result_of_file(trial: Trial) -> TrainingResult:
+def result_of_file(trial: SmallJob) -> TrainingResult:
     file = File.of("expert.safetensors", trial.folder.expert)
     return TrainingResult(
         work=trial.task.work, steps=100, loss=0.5, seconds=1.0, flops=1.0, expert=file
     )
 
 
-def by_link(trial: Trial) -> TrainingResult:
+def by_link(trial: SmallJob) -> TrainingResult:
     secret = trial.path / "secret"
     trial.folder.expert.rename(secret)
     trial.folder.expert.symlink_to(secret)
     return result_of_file(trial)
 
 
-def of_another_length(trial: Trial) -> TrainingResult:
+def of_another_length(trial: SmallJob) -> TrainingResult:
     return result_of(trial, expert=File(path="expert.safetensors", bytes=10, digest="a" * 64))
 
 
-def of_other_bytes(trial: Trial) -> TrainingResult:
+def of_other_bytes(trial: SmallJob) -> TrainingResult:
     known = result_of(trial)
     return known.model_copy(update={"expert": known.expert.model_copy(update={"digest": "a" * 64})})
 
@@ -320,9 +320,9 @@ def of_other_bytes(trial: Trial) -> TrainingResult:
     ids=["not finite", "other tensors", "a link", "other length", "other bytes", "other steps"],
 )
 def test_result_is_refused_that_is_no_expert_of_the_plan(
-    tmp_path: Path, spoil: Callable[[Trial], TrainingResult], error: type[Exception]
+    tmp_path: Path, spoil: Callable[[SmallJob], TrainingResult], error: type[Exception]
 ) -> None:
-    trial = Trial(tmp_path)
+    trial = SmallJob(tmp_path)
     trial.folder.path.mkdir()
     write_document(result_of(trial), trial.folder.result)
     write_document(spoil(trial), trial.folder.result)
@@ -330,14 +330,14 @@ def test_result_is_refused_that_is_no_expert_of_the_plan(
         trial()
     assert not trial.expert.exists() and not list(tmp_path.glob("kept/.*"))
     assert not trial.folder.result.exists(), "the next call trains"
-    control = Trial(tmp_path / "control")
+    control = SmallJob(tmp_path / "control")
     control.folder.path.mkdir(parents=True)
     write_document(result_of(control), control.folder.result)
     assert control().steps == 100 and control.expert.exists() and not control.progress
 
 
 def test_result_of_other_work_is_not_taken(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, task=task_of(num_steps=3, checkpoint_steps=3))
+    trial = SmallJob(tmp_path, task=small_task(num_steps=3, checkpoint_steps=3))
     trial.folder.path.mkdir()
     write_document(result_of(trial, work="b" * 64), trial.folder.result)
     trial()
@@ -347,7 +347,7 @@ def test_result_of_other_work_is_not_taken(tmp_path: Path) -> None:
 def launch(**changes: object) -> Launch:
     known = {
         "launch_id": "one",
-        "work": task_of().work,
+        "work": small_task().work,
         "by": "command",
         "host": "h",
         "pid": 1,
@@ -362,7 +362,7 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
     """The worker that started it is dead: another finds launch.json, and takes what the job leaves."""
     marks = tmp_path / "started"
     settings = TrainingSettings(launcher=("touch", str(marks), "{folder}"), device="cpu")
-    trial = Trial(tmp_path, settings)
+    trial = SmallJob(tmp_path, settings)
     trial.folder.path.mkdir()
     write_document(launch(), trial.folder.launch)
     run, seen = trial.folder.run("one"), threading.Event()
@@ -400,14 +400,16 @@ def test_command_that_fails_is_started_again_and_at_last_named_with_what_it_said
         "-",
         "{folder}",
     )
-    trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", retries=2))
+    trial = SmallJob(tmp_path, TrainingSettings(launcher=words, device="cpu", retries=2))
     with pytest.raises(SetupError, check=has_subject("training.launcher")):
         trial()
     assert (tmp_path / "starts").read_text() == "x\nx\n"
 
 
 def test_command_that_is_not_there_is_named(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, TrainingSettings(launcher=("nosuchprogram", "{folder}"), device="cpu"))
+    trial = SmallJob(
+        tmp_path, TrainingSettings(launcher=("nosuchprogram", "{folder}"), device="cpu")
+    )
     with pytest.raises(SetupError, check=has_subject("training.launcher")):
         trial()
 
@@ -420,7 +422,9 @@ def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_note
         "ps -o sid= -p $$ > sid; echo $$ > pid"
     )
     words = ("bash", "-c", script, "-", "{folder}")
-    trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", start_s=1.0, retries=1))
+    trial = SmallJob(
+        tmp_path, TrainingSettings(launcher=words, device="cpu", start_s=1.0, retries=1)
+    )
     with (tmp_path / "open").open("w") as opened:
         opened.fileno()
         with pytest.raises(SetupError, check=has_subject("training.launcher")):
@@ -434,7 +438,7 @@ def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_note
 
 def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> None:
     """Slurm may begin late what was given up long ago; the start in force is another."""
-    trial = Trial(tmp_path, task=task_of(num_steps=1_000_000, checkpoint_steps=1_000_000))
+    trial = SmallJob(tmp_path, task=small_task(num_steps=1_000_000, checkpoint_steps=1_000_000))
     stop, codes = threading.Event(), list[int]()
     trial.folder.path.mkdir()
     write_job(trial.task, trial.folder, trial.settings)
@@ -459,7 +463,7 @@ def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> No
 
 
 def test_job_whose_plan_was_changed_is_refused(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
+    trial = SmallJob(tmp_path)
     trial.folder.path.mkdir()
     write_job(trial.task, trial.folder, trial.settings)
     assert trial.folder.read_job()[1] == trial.task.expert.plan
@@ -475,7 +479,7 @@ def test_as_many_processes_train_as_the_job_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that each believe to be alone would write into one folder."""
-    trial = Trial(
+    trial = SmallJob(
         tmp_path, TrainingSettings(device="cpu", processes=2, launcher=("srun", "{folder}"))
     )
     trial.folder.path.mkdir()
@@ -490,7 +494,7 @@ def test_as_many_processes_train_as_the_job_says(
 
 
 def test_stopped_follower_stops_the_job(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, BY_COMMAND)
+    trial = SmallJob(tmp_path, BY_COMMAND)
     trial.folder.path.mkdir()
     write_transient(Heartbeat(count=1), trial.folder.run("one").heartbeat)
     follower = StartFollower(trial.folder, launch(), LaunchCommand.of_earlier(launch()), BY_COMMAND)
@@ -514,7 +518,7 @@ def test_job_of_a_plan_that_was_given_up_ends_and_its_images_go(tmp_path: Path) 
         for plan in ("mine-00000001", "other-00000001")
     )
     for folder in (mine, other):
-        write_inputs(task_of().inputs, {}, folder, is_complete=True)
+        write_inputs(small_task().inputs, {}, folder, is_complete=True)
     discard_others(tmp_path / "jobs", "mine-00000001")
     assert mine.array("images").exists() and not other.path.exists()
 

@@ -13,8 +13,8 @@ from ddm.errors import NumericalError, PolicyError, SetupError, TrustError
 from ddm.system.process_table import descendants
 from ddm.training.config import TrainingSettings
 from ddm.training.loop import Progress
-from tests.support.jobs import Trial, task_of
-from tests.support.processes import alive
+from tests.support.jobs import SmallJob, small_task
+from tests.support.processes import is_running
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def running() -> list[int]:
 
 
 def test_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, TWO, task_of(num_steps=5000))
+    trial = SmallJob(tmp_path, TWO, small_task(num_steps=5000))
     trial.task.inputs["images"].mul_(1e20)  # type: ignore[attr-defined]
     with pytest.raises(NumericalError, match="loss"):
         trial()
@@ -53,12 +53,12 @@ def test_error_about_the_progress_ends_all_processes(tmp_path: Path) -> None:
         raise PolicyError("training time")
 
     with pytest.raises(PolicyError):
-        Trial(tmp_path, TWO, task_of(**LONG))(refuse)
-    assert len(pids) == 2 and not any(map(alive, pids))
+        SmallJob(tmp_path, TWO, small_task(**LONG))(refuse)
+    assert len(pids) == 2 and not any(map(is_running, pids))
 
 
 def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, TWO, task_of(**LONG))
+    trial = SmallJob(tmp_path, TWO, small_task(**LONG))
     seen, done = list[int](), threading.Event()
 
     def signal_while_they_start() -> None:
@@ -76,7 +76,7 @@ def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_
     finally:
         done.set()
         thread.join()
-    assert len(set(seen)) == 2 and not any(map(alive, seen))
+    assert len(set(seen)) == 2 and not any(map(is_running, seen))
     assert list(trial.folder.checkpoints.glob("step-*.json")), "they wrote a checkpoint"
 
 
@@ -113,7 +113,7 @@ def test_other_user_of_the_machine_who_connects_in_a_process_s_place_is_refused(
             with pytest.raises(
                 TrustError, match="expected connections with its own user's processes alone"
             ):
-                Trial(tmp_path, TWO)()
+                SmallJob(tmp_path, TWO)()
         finally:
             intruder.kill()
     assert not (tmp_path / "job" / "result.json").exists()
@@ -125,9 +125,9 @@ def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_s
     tmp_path: Path, kind: str, shard: bool
 ) -> None:
     settings = TWO.model_copy(update={"shard": shard})
-    whole = Trial(tmp_path / "whole", settings, task_of(kind, num_steps=300))
+    whole = SmallJob(tmp_path / "whole", settings, small_task(kind, num_steps=300))
     whole()
-    trial = Trial(tmp_path / "killed", settings, task_of(kind, num_steps=300))
+    trial = SmallJob(tmp_path / "killed", settings, small_task(kind, num_steps=300))
     for rank in (1, 0):
         before = _steps(trial)
 
@@ -149,7 +149,7 @@ def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_s
 
 
 def test_process_that_hangs_ends_all(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, TWO.model_copy(update={"silence_s": 10.0}), task_of(**LONG))
+    trial = SmallJob(tmp_path, TWO.model_copy(update={"silence_s": 10.0}), small_task(**LONG))
     pids: list[int] = []
 
     def halt(progress: Progress) -> None:
@@ -159,7 +159,7 @@ def test_process_that_hangs_ends_all(tmp_path: Path) -> None:
 
     with pytest.raises(SetupError, match="got no sign of life"):
         trial(halt)
-    assert pids and not any(map(alive, pids))
+    assert pids and not any(map(is_running, pids))
 
 
 def test_torchrun_is_a_launcher_and_starts_again_by_itself_what_dies(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_torchrun_is_a_launcher_and_starts_again_by_itself_what_dies(tmp_path: P
     flags = "--local-addr=127.0.0.1 --max-restarts=2 --nproc-per-node={processes} "
     launcher = f"{torchrun}{flags} -m ddm.training {{folder}} --launch {{launch}}"
     settings = TrainingSettings(device="cpu", processes=2, launcher=launcher)  # type: ignore[arg-type]
-    whole = Trial(tmp_path / "whole", TWO, task_of(num_steps=400))
+    whole = SmallJob(tmp_path / "whole", TWO, small_task(num_steps=400))
     whole()
-    trial, killed = Trial(tmp_path / "killed", settings, task_of(num_steps=400)), list[int]()
+    trial, killed = SmallJob(tmp_path / "killed", settings, small_task(num_steps=400)), list[int]()
 
     def kill(progress: Progress) -> None:
         victims = [pid for pid in descendants(os.getpid()) if _rank(pid) == "1"]
@@ -194,7 +194,7 @@ def _rank(pid: int) -> str | None:
     return next((word[5:].decode() for word in words if word.startswith(b"RANK=")), None)
 
 
-def _steps(trial: Trial) -> int:
+def _steps(trial: SmallJob) -> int:
     return max(
         (int(path.stem[5:]) for path in trial.folder.checkpoints.glob("step-*.json")), default=0
     )

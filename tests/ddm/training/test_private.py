@@ -38,9 +38,9 @@ from ddm.training.unit_gradients import UnitSamples
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 from tests.support.errors import has_subject
-from tests.support.jobs import ARCHITECTURES, NUM, RECIPE, SHAPE, Trial
+from tests.support.jobs import ARCHITECTURES, NUM, RECIPE, SHAPE, SmallJob
 from tests.support.recipes import training
-from tests.support.seeded import Seeded
+from tests.support.seeded import SeededNoise
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 UNIT_N = torch.arange(NUM) // 3  # the last of 14 patients has one image
@@ -68,9 +68,9 @@ def wanted(
     return TrainingTask(expert, {"images": images, "units": unit_N}, "d" * 64)
 
 
-def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> Trial:
+def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> SmallJob:
     """A run in a folder, whose secret a test knows."""
-    run = Trial(folder, task=wanted(**changes))  # type: ignore[arg-type]
+    run = SmallJob(folder, task=wanted(**changes))  # type: ignore[arg-type]
     run.folder.path.mkdir(parents=True)
     run.folder.secret.write_bytes(secret)
     return run
@@ -104,7 +104,7 @@ def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
 
 def test_noise_has_the_standard_deviation_that_was_paid_for_and_covers_the_rounding() -> None:
     num, std = 300_000, 3.0 * sensitivity(1000)
-    blocks = list(noise_of(num, std, Seeded(1)))
+    blocks = list(noise_of(num, std, SeededNoise(1)))
     assert [start for start, _ in blocks] == [0]
     noise = blocks[0][1].double()
     assert len(noise) == num
@@ -159,7 +159,7 @@ def test_expert_is_a_function_of_secret_images_and_noise_multiplier(tmp_path: Pa
 
 
 def test_secret_is_made_for_its_owner_alone_where_there_is_none(tmp_path: Path) -> None:
-    run = Trial(tmp_path, task=wanted())
+    run = SmallJob(tmp_path, task=wanted())
     run()
     assert stat.S_IMODE(run.folder.secret.stat().st_mode) == 0o600
     assert run.folder.secret.read_bytes() not in run.expert.read_bytes()
@@ -177,7 +177,7 @@ def test_checkpoint_of_another_secret_is_not_gone_on_with(tmp_path: Path) -> Non
 
 def train_until_killed(folder: str) -> None:
     """What the child process runs: it cannot finish before it is killed."""
-    run = Trial(Path(folder), task=wanted())
+    run = SmallJob(Path(folder), task=wanted())
     torch.set_num_threads(1)
 
     def wait(told: object) -> None:

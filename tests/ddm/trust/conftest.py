@@ -19,12 +19,12 @@ NOW = datetime.now(UTC).replace(microsecond=0)
 PLAN = "digits-3f9a1c2e"
 
 
-def listed(files: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
+def describe_files(files: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
     return {path: (len(data), hashlib.sha256(data).hexdigest()) for path, data in files.items()}
 
 
 @dataclass
-class Federation:
+class SignedFederation:
     """The aggregator's repository, everybody's keys, and the bytes of every file."""
 
     folder: Path
@@ -81,7 +81,7 @@ class Federation:
         self.files |= self.plan_files()
         self.repository.start_plan(
             self.plan_id,
-            listed(self.plan_files()),
+            describe_files(self.plan_files()),
             targets=self.plan_targets({silo: self.keys[silo].public for silo in silos}),
             plans_key=self.keys["plans"],
             release_key=self.keys["release"],
@@ -99,7 +99,7 @@ class Federation:
         )
 
     def silo_metadata(self, silo_id: str, version: int = 1) -> bytes:
-        files = listed(self.silo_files(silo_id))
+        files = describe_files(self.silo_files(silo_id))
         return sign_silo_metadata(
             self.plan_id, silo_id, files, self.keys[silo_id], version=version, now=self.now
         )
@@ -120,7 +120,7 @@ class Federation:
         self.repository.publish(
             self.plan_id,
             {silo: self.silo_metadata(silo) for silo in silos},
-            listed(release),
+            describe_files(release),
             release_key=self.keys["release"],
             online_key=self.keys["online"],
             now=self.now,
@@ -139,8 +139,8 @@ class Federation:
 
 
 @pytest.fixture(scope="session")
-def make_federation(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Federation]:
-    return lambda **kwargs: Federation(
+def make_federation(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SignedFederation]:
+    return lambda **kwargs: SignedFederation(
         tmp_path_factory.mktemp("fed") / "tuf" / "metadata", **kwargs
     )
 
@@ -148,7 +148,7 @@ def make_federation(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., F
 @pytest.fixture(scope="session")
 def _published(
     make_federation, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Federation, Path]:
+) -> tuple[SignedFederation, Path]:
     federation = make_federation()
     federation.start_plan()
     federation.publish()
@@ -156,7 +156,7 @@ def _published(
 
 
 @pytest.fixture
-def federation(make_federation) -> Federation:
+def federation(make_federation) -> SignedFederation:
     """A federation of this test's own, with a published release."""
     own = make_federation()
     own.start_plan()

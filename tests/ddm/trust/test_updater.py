@@ -21,8 +21,8 @@ from tuf.ngclient import Updater
 from ddm.trust.drafts import Holders
 from ddm.trust.keys import SigningKey
 from ddm.trust.metadata import sign_metadata
-from tests.support.web_host import Host, hosted
-from tests.support.web_host import client as new_client
+from tests.support.web_host import WebHost, serve_folder
+from tests.support.web_host import tuf_client as new_client
 
 PLAN = "digits-3f9a1c2e"
 
@@ -34,13 +34,13 @@ def www(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def host(www: Path) -> Iterator[Host]:
-    with hosted(www) as server:
+def host(www: Path) -> Iterator[WebHost]:
+    with serve_folder(www) as server:
         yield server
 
 
 @pytest.fixture
-def client(host: Host, tmp_path: Path, federation) -> Callable[..., Updater]:
+def client(host: WebHost, tmp_path: Path, federation) -> Callable[..., Updater]:
     """A client that keeps its cache from one look to the next; one of another name has seen nothing yet."""
     return lambda name="client": new_client(host.url, tmp_path / name, federation.root)
 

@@ -16,7 +16,7 @@ from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 SILO = "north"
 MOST = {"max_near_copy_rate": 1.0, "max_mia_auc": 1.0, "max_mia_tpr": 1.0}
@@ -97,7 +97,7 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
         "discard_measurements",
     ):
         with case(place):
-            assert ended(forked(lambda place=place: work(place))) == -signal.SIGKILL  # type: ignore[misc]
+            assert wait_for_exit(fork_process(lambda place=place: work(place))) == -signal.SIGKILL  # type: ignore[misc]
             assert load_state(state_path(site.private)).state == "training"
             folder = open_workspace(site, plan_id)
             assert not folder.audit_path.exists() and not list(site.outbox.glob(f"{plan_id}/*"))

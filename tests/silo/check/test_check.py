@@ -103,7 +103,7 @@ class TlsServer(Listener):
                 )
 
 
-class Proxy(Listener):
+class PasswordProxy(Listener):
     """An HTTP proxy that opens tunnels for one user, and remembers what it was asked."""
 
     def __init__(self, user: str, password: str) -> None:
@@ -317,7 +317,7 @@ def test_proxy_with_user_and_password_is_taken_and_its_password_never_shown(
 ) -> None:
     for name in ("grpc_proxy", "http_proxy", "no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
-    proxy = Proxy("ward", "s3cret")
+    proxy = PasswordProxy("ward", "s3cret")
     address = f"127.0.0.1:{server.port}"
     at_port(site, server.port)
     try:

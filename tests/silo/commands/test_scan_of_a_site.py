@@ -10,7 +10,7 @@ from silo.images.report import report
 from silo.images.scanned_image import ScannedImage
 from silo.images.summary import Summary
 from tests.conftest import Planned
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.dicom_files import waves
 from tests.support.federation import POLICY, write_policy
 
@@ -35,12 +35,12 @@ def test_limits_given_to_a_scan_of_a_site_hold_for_all_of_it(
 ) -> None:
     site = of_pictures(planned_once, tmp_path)
     words = ("silo", "scan", site.path, "--seconds", 30, "--memory", 2048)
-    first = command(*words)
+    first = run_command(*words)
     assert (
         "2 files were decoded now" in first.out
         and "The data match the table [data] of policy.toml" in first.out
     )
-    assert "0 files were decoded now" in command(*words).out
+    assert "0 files were decoded now" in run_command(*words).out
 
 
 def test_advice_about_limits_is_a_line_of_silo_toml_where_the_images_are_those_of_a_site(

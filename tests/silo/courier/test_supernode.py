@@ -19,7 +19,7 @@ from silo.courier import supernode
 from silo.courier.handlers import SiteLimits
 from silo.courier.supernode import Courier, answers_late, latest_problem, make_node_key
 from tests.support.errors import has_subject
-from tests.support.processes import alive
+from tests.support.processes import is_running
 from tests.support.waiting import wait_until
 
 
@@ -130,9 +130,9 @@ def test_supernode_that_was_killed_is_signed_off_and_started_again(courier, tmp_
         second = kept.info()
         assert second["supernode_pid"] != first["supernode_pid"] and signed_off == [False, True]
     assert (
-        not alive(first["guard_pid"])
-        and not alive(second["supernode_pid"])
-        and not alive(second["guard_pid"])
+        not is_running(first["guard_pid"])
+        and not is_running(second["supernode_pid"])
+        and not is_running(second["guard_pid"])
     )
     kept.check()
     assert kept.info()["supernode_pid"] is None, "one that was stopped is not started again"

@@ -36,7 +36,7 @@ from tests.faults.test_disk_full import small_disk
 from tests.support.cohorts import cohort_at
 from tests.support.errors import has_subject
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
-from tests.support.text_encoders import DIM, network, save
+from tests.support.text_encoders import DIM, make_encoder, save_encoder
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 IMAGES = np.linspace(-1, 1, 4 * 16, dtype=np.float32).reshape(4, 1, 4, 4)
@@ -105,7 +105,9 @@ def asking(folder: Path) -> Recipe:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("encoders") / "tiny-t5", network("T5EncoderModel"))
+    return save_encoder(
+        tmp_path_factory.mktemp("encoders") / "tiny-t5", make_encoder("T5EncoderModel")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +269,7 @@ def test_command_draws_the_same_images_for_the_same_prompt_and_others_for_anothe
 def test_prompt_is_refused_with_another_encoder_than_the_pinned_one(
     published: TinyFederation, tmp_path: Path
 ) -> None:
-    other = save(tmp_path / "other", network("T5EncoderModel", seed=1))
+    other = save_encoder(tmp_path / "other", make_encoder("T5EncoderModel", seed=1))
     flags = ("--num", 2, "--text", "bright left", "--text-encoder", other)
     _, ended = command(published, tmp_path / "a.npz", *flags)
     assert isinstance(ended, DigestError) and "tiny-t5, model.safetensors" in ended.subject

@@ -31,7 +31,7 @@ from silo.images.source import FOLDER, ImageSource
 from tests.support.case import case
 from tests.support.cohorts import cohort_at
 from tests.support.dicom_files import tags_of, waves, write
-from tests.support.forked import ended, forked
+from tests.support.forked import fork_process, wait_for_exit
 
 DATA = DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0))
 SPEC = TransformSpec(
@@ -317,7 +317,9 @@ def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_who
         if num and done > 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert ended(forked(lambda: levels(folder, private, advance=die))) == -signal.SIGKILL
+    assert (
+        wait_for_exit(fork_process(lambda: levels(folder, private, advance=die))) == -signal.SIGKILL
+    )
     assert not list(private.glob("unpacked-*"))
     assert levels(folder, private) == list(range(0, 200, 10))
     assert not list(private.glob(".unpacked-*"))

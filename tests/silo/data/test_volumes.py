@@ -23,7 +23,7 @@ from silo.data.first_look import count_units, look_at
 from silo.images.decisions import Decision, Decisions
 from silo.images.memory import ScanMemory
 from tests.support.cohorts import cohort_at, source_at
-from tests.support.pictures import pictures
+from tests.support.pictures import read_all_pictures
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
 # the first axis of a file runs to the right, the second forwards, the third up
@@ -67,7 +67,7 @@ def test_volumes_of_plans_without_a_transform_go_through_its_defaults(tmp_path: 
         save(tmp_path / "data" / f"{number}.nii", scan(number, sides), np.diag([*spacing, 1.0]))
     images = load(tmp_path / "data", spec).images[:]
     transform = Transform(TransformSpec(), spec)
-    for volume, picture in zip(images, pictures(tmp_path / "data"), strict=True):
+    for volume, picture in zip(images, read_all_pictures(tmp_path / "data"), strict=True):
         assert np.allclose(volume.numpy(), transform.apply(picture)[0], atol=STEP)
 
 

@@ -18,7 +18,7 @@ from silo.images.scan import scan
 from silo.images.source import default_folder
 from silo.setup import first_look, new_source
 from tests.support.cohorts import source_at
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.dicom_files import tags_of, waves, write
 
 DECIDED = ("key", "decisions.sqlite", "memory.sqlite")
@@ -40,7 +40,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def scan_and_decide(data: Path) -> None:
     """Clear one image, leave out two others, one of which nothing is the matter with."""
-    assert command("silo", "scan", "--data", data).code == 0
+    assert run_command("silo", "scan", "--data", data).code == 0
     words = (
         "--clear",
         data / "us0.dcm",
@@ -49,7 +49,7 @@ def scan_and_decide(data: Path) -> None:
         "--leave-out",
         data / "2.png",
     )
-    assert command("silo", "review", "--images", "--data", data, *words).code == 0
+    assert run_command("silo", "review", "--images", "--data", data, *words).code == 0
 
 
 def test_decisions_before_init_hold_in_the_site_and_nothing_is_decoded_again(
@@ -84,7 +84,7 @@ def test_nothing_is_carried_over_where_nothing_was_decided_or_the_site_has_its_o
 ) -> None:
     folder = tmp_path / "private"
     assert adopt_decisions(default_folder(data), folder) == 0 and not folder.exists()
-    assert command("silo", "scan", "--data", data).code == 0
+    assert run_command("silo", "scan", "--data", data).code == 0
     assert adopt_decisions(default_folder(data), folder) == 0 and not (folder / "key").exists()
     scan(source_at(data, folder))
     key = (folder / "key").read_bytes()

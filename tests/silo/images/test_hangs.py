@@ -21,7 +21,7 @@ from ddm.images.workers import DecodedFile, DecodeJob, DecoderOptions, decode_fi
 from silo.images import viewer
 from silo.images.review import ReviewPicture
 from silo.images.viewer import Viewer
-from tests.support.processes import children
+from tests.support.processes import running_children
 from tests.support.waiting import wait_until
 
 KEY = b"k" * 32
@@ -89,10 +89,10 @@ def test_viewer_ends_although_a_decoder_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
-    before = set(children(os.getpid()))
+    before = set(running_children(os.getpid()))
     with Viewer(DecodeLimits(), 1, KEY) as shown:
         shown.request([ReviewPicture("a", 0, PictureRecord())])
-        wait_until(lambda: bool(set(children(os.getpid())) - before), "a decoder")
+        wait_until(lambda: bool(set(running_children(os.getpid())) - before), "a decoder")
         left = time.monotonic()
     assert time.monotonic() - left < 30.0
 

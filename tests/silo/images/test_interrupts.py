@@ -15,7 +15,7 @@ from ddm.images.picture import DecodeLimits
 from ddm.system.processes import program
 from silo.images.scan import QUARANTINE
 from tests.support.cohorts import scan_at
-from tests.support.processes import alive, children
+from tests.support.processes import is_running, running_children
 from tests.support.waiting import LIMIT_S, wait_until
 
 LIMITS = DecodeLimits()
@@ -83,10 +83,12 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
     private = tmp_path / "private"
     with started(data, private) as process:
         wait_until(
-            lambda: private.exists() if after_s is None else len(children(process.pid)) == 2,
+            lambda: (
+                private.exists() if after_s is None else len(running_children(process.pid)) == 2
+            ),
             "the scan",
         )
-        decoders = children(process.pid)
+        decoders = running_children(process.pid)
         wait_until(
             lambda: sum(map(seconds, decoders)) >= (after_s or 0.0) or process.poll() is not None,
             "work",
@@ -102,7 +104,7 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
         pytest.fail("the scan was over before it was interrupted")
     assert process.returncode == 130 and out == ""
     assert err.strip() == "Interrupted. Nothing is lost; run the same command to go on."
-    assert not any(map(alive, decoders))
+    assert not any(map(is_running, decoders))
     assert (
         not [path for path in private.iterdir() if path.suffix == ".part"]
         and not (private / QUARANTINE).exists()
@@ -115,13 +117,14 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
 def kill_in_the_middle(data: Path, private: Path) -> None:
     with started(data, private) as process:
         wait_until(
-            lambda: len(children(process.pid)) == 2 or process.poll() is not None, "decoders"
+            lambda: len(running_children(process.pid)) == 2 or process.poll() is not None,
+            "decoders",
         )
-        decoders = children(process.pid)
+        decoders = running_children(process.pid)
         wait_until(lambda: sum(map(seconds, decoders)) >= 1.2 or process.poll() is not None, "work")
         process.kill()
         process.wait()
-    wait_until(lambda: not any(map(alive, decoders)), "decoders that end")
+    wait_until(lambda: not any(map(is_running, decoders)), "decoders that end")
 
 
 @pytest.mark.slow

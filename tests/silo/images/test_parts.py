@@ -17,7 +17,7 @@ from silo.images.report import report
 from silo.images.scan import scan
 from tests.support.case import case
 from tests.support.cohorts import cohort_at, source_at
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 DATA = DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0))
 SPEC = TransformSpec(range={"kind": "full"}, storage="uint8")
@@ -47,7 +47,7 @@ def test_scan_counts_the_test_part_apart(tmp_path: Path) -> None:
     assert "Not used: 2 of part test." in report(
         summary, tmp_path / "scans", of_site=True, review_command="silo review"
     )
-    result = command(
+    result = run_command(
         "silo", "scan", "--data", tmp_path / "table.csv", "--json", "--private", tmp_path / "scans"
     )
     assert json.loads(result.out)["other_parts"] == {"test": 2}

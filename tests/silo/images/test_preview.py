@@ -11,7 +11,7 @@ from ddm.errors import MissingFileError, SetupError
 from ddm.images.record import PictureRecord
 from silo.images.preview import PreviewSelection
 from silo.images.scanned_image import ScannedImage
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.dicom_files import tags_of, waves, write
 from tests.test_architecture import ROOT
 
@@ -50,7 +50,7 @@ def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
     data = made(tmp_path)
     sheet = tmp_path / "sheet.png"
     scan = ("silo", "scan", "--data", data, "--private", tmp_path / "private")
-    finished = command(*scan, "--preview", sheet, "--plan", tmp_path / "recipe.toml")
+    finished = run_command(*scan, "--preview", sheet, "--plan", tmp_path / "recipe.toml")
     assert finished.code == 0, finished.err
     assert (
         str(sheet) in finished.out
@@ -74,7 +74,7 @@ def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
         assert (
             stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() == index.read_bytes()
         )
-    quiet = command(*scan, "--json", "--preview", sheet, "--plan", tmp_path / "recipe.toml")
+    quiet = run_command(*scan, "--json", "--preview", sheet, "--plan", tmp_path / "recipe.toml")
     assert quiet.out.count("\n") == 1 and quiet.out.startswith("{")
 
 
@@ -82,25 +82,25 @@ def test_no_sheet_without_a_transform_that_fits_and_a_place_for_it(tmp_path: Pat
     scan = ("silo", "scan", "--data", made(tmp_path), "--private", tmp_path / "private")
     recipe = tmp_path / "recipe.toml"
     sheet = tmp_path / "sheet.png"
-    assert command(*scan, "--preview", sheet).code == SetupError.exit_code
-    assert command(*scan, "--plan", recipe).code == SetupError.exit_code
+    assert run_command(*scan, "--preview", sheet).code == SetupError.exit_code
+    assert run_command(*scan, "--plan", recipe).code == SetupError.exit_code
     assert (
-        command(*scan, "--preview", sheet, "--plan", tmp_path / "none").code
+        run_command(*scan, "--preview", sheet, "--plan", tmp_path / "none").code
         == MissingFileError.exit_code
     )
     assert (
-        command(*scan, "--preview", tmp_path / "x/y.png", "--plan", recipe).code
+        run_command(*scan, "--preview", tmp_path / "x/y.png", "--plan", recipe).code
         == MissingFileError.exit_code
     )
-    demo = command(
+    demo = run_command(
         *scan, "--preview", sheet, "--plan", ROOT / "examples/digits_three_silos/plan.toml"
     )
     assert demo.code == SetupError.exit_code and "field transform" in demo.err
     recipe.write_text(RECIPE.replace("[1, 16", "[3, 16"))
-    unfit = command(*scan, "--preview", sheet, "--plan", recipe)
+    unfit = run_command(*scan, "--preview", sheet, "--plan", recipe)
     assert unfit.code == SetupError.exit_code and "1 channels in data.shape" in unfit.err
     recipe.write_bytes(b"\xff\xfe")
-    assert command(*scan, "--preview", sheet, "--plan", recipe).code == SetupError.exit_code
+    assert run_command(*scan, "--preview", sheet, "--plan", recipe).code == SetupError.exit_code
     assert not sheet.exists() and not (tmp_path / "private").exists()
 
 

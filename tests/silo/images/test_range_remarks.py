@@ -9,7 +9,7 @@ from PIL import Image
 from silo.data.first_look import look_at
 from tests.support.case import case
 from tests.support.cohorts import source_at
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 RNG = np.random.default_rng(0)
 
@@ -51,7 +51,7 @@ def test_scan_and_init_say_how_little_of_the_range_arrays_use(
             remarks = look_at(source_at(tmp_path / "data.npz", tmp_path / "look")).remarks
             assert len(remarks) == bool(expected)
             assert expected in " ".join(remarks)
-            scanned = command("silo", "scan", "--data", tmp_path / "data.npz", "--processes", 1)
+            scanned = run_command("silo", "scan", "--data", tmp_path / "data.npz", "--processes", 1)
             assert scanned.code == 0, scanned.err
             said = " ".join(scanned.out.split())
             assert ("% of the" in said) == bool(expected)
@@ -78,7 +78,7 @@ def test_preview_says_how_many_pictures_the_plan_enlarges(
         '[data]\nshape = [1, 32, 32]\nrange = [-1.0, 1.0]\n[transform]\nrange = {kind = "full"}\n'
     )
     # fmt: skip
-    finished = command(
+    finished = run_command(
         "silo",
         "scan",
         "--data",

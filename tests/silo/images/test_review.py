@@ -32,9 +32,9 @@ from silo.images.server import PAGE_SIZE
 from tests.support.browser import browser, one_browser, overflow, show_as
 from tests.support.case import case
 from tests.support.cohorts import scan_at
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.dicom_files import tags_of, waves, write
-from tests.support.processes import alive, children
+from tests.support.processes import is_running, running_children
 from tests.support.waiting import LIMIT_S, wait_until
 
 __all__ = ["browser", "one_browser"]
@@ -44,7 +44,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 @dataclass(frozen=True)
-class Case:
+class ImageSite:
     """Images of a made site, and the private folder of their scans."""
 
     data: Path
@@ -58,9 +58,9 @@ class Case:
         return dict(scan_at(self.data, self.private, LIMITS).reasons)
 
 
-def scanned(folder: Path, num: int = 5) -> Case:
+def scanned(folder: Path, num: int = 5) -> ImageSite:
     """Some ultrasound images, the last one the copy of the first, and a clip of three frames; all were scanned."""
-    made = Case(folder / "data", folder / "private")
+    made = ImageSite(folder / "data", folder / "private")
     (made.data / "deep").mkdir(parents=True)
     for number in range(num - 1):
         write(tags_of(waves((48, 40 + number)), Modality="US"), made.data / f"{number:02d}.dcm")
@@ -71,7 +71,7 @@ def scanned(folder: Path, num: int = 5) -> Case:
 
 
 @contextmanager
-def reviewed(made: Case) -> Iterator[Review]:
+def reviewed(made: ImageSite) -> Iterator[Review]:
     with Decisions.opened(made.private) as decisions:
         with ScanMemory.opened(made.private, "") as memory:
             review = Review.of(memory, decisions)
@@ -119,11 +119,11 @@ def test_names_on_the_command_line_hold_in_any_working_folder(
     made = scanned(tmp_path)
     review = ("silo", "review", "--images", "--private", made.private)
     monkeypatch.chdir(made.data.parent)
-    command("silo", "scan", "--private", made.private, "--data", made.data.name)
+    run_command("silo", "scan", "--private", made.private, "--data", made.data.name)
     monkeypatch.chdir(made.data)
-    listed = command(*review, "--data", ".", "--list")
+    listed = run_command(*review, "--data", ".", "--list")
     assert str(made.data / "copy.dcm") in listed.out
-    finished = command(
+    finished = run_command(
         *review, "--data", ".", "--clear", "deep", "--leave-out", made.data / "copy.dcm"
     )
     assert "3 images wait, 3 are cleared, 2 left out" in finished.out
@@ -131,25 +131,29 @@ def test_names_on_the_command_line_hold_in_any_working_folder(
 
 def test_command_lists_what_waits_and_decides_by_names(tmp_path: Path) -> None:
     made = scanned(tmp_path)
-    finished = command("silo", "review", "--images", *made.options, "--list")
+    finished = run_command("silo", "review", "--images", *made.options, "--list")
     assert (
         finished.code == 0
         and str(made.data / "copy.dcm") in finished.out
         and "8 images wait, 0 are cleared" in finished.out
     )
-    finished = command(
+    finished = run_command(
         *("silo", "review", "--images", *made.options, "--clear", made.data / "deep"),
         *("--leave-out", made.data / "copy.dcm"),
     )
     assert "3 images wait, 3 are cleared, 2 left out" in finished.out
     assert made.scan() == {"ultrasound": 3, "left out by a person": 2}
-    gone = command("silo", "review", "--images", *made.options, "--clear", made.data / "copy.dcm")
+    gone = run_command(
+        "silo", "review", "--images", *made.options, "--clear", made.data / "copy.dcm"
+    )
     assert gone.code == MissingFileError.exit_code and "images that wait for a person" in gone.err
-    again = command("silo", "review", "--images", *made.options, "--leave-out", made.data / "deep")
+    again = run_command(
+        "silo", "review", "--images", *made.options, "--leave-out", made.data / "deep"
+    )
     assert "3 images wait, 0 are cleared, 5 left out" in again.out
     for words in (["--images"], ["--list"], []):
-        assert command("silo", "review", *words).code == SetupError.exit_code
-    other = command(
+        assert run_command("silo", "review", *words).code == SetupError.exit_code
+    other = run_command(
         "silo", "review", "--images", "--data", tmp_path, "--private", tmp_path / "none"
     )
     assert (
@@ -168,9 +172,9 @@ channels = "grey"
 """
 
 
-def with_sheet(folder: Path) -> Case:
+def with_sheet(folder: Path) -> ImageSite:
     """Four accepted images, one of them in two copies, one ultrasound image, and a sheet of the accepted ones."""
-    made = Case(folder / "data", folder / "private")
+    made = ImageSite(folder / "data", folder / "private")
     (made.data / "deep").mkdir(parents=True)
     for number in range(3):
         Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(
@@ -181,7 +185,7 @@ def with_sheet(folder: Path) -> Case:
     write(tags_of(waves((48, 40)), Modality="US"), made.data / "us.dcm")
     (folder / "plan.toml").write_text(PLAN)
     sheet = ("--preview", folder / "sheet.png", "--plan", folder / "plan.toml")
-    finished = command("silo", "scan", *made.options, *sheet)
+    finished = run_command("silo", "scan", *made.options, *sheet)
     assert finished.code == 0 and "--leave-out NUMBER" in finished.out
     return made
 
@@ -194,12 +198,12 @@ def test_accepted_images_are_left_out_by_number_or_name_and_taken_back(tmp_path:
     }
     assert sorted(numbers) == ["0.png", "1.png", "2.png", "3.png"]
     review = ("silo", "review", "--images", *made.options)
-    finished = command(*review, "--leave-out", numbers["1.png"])
+    finished = run_command(*review, "--leave-out", numbers["1.png"])
     assert (
         finished.code == 0 and "1 images wait, 0 are cleared, 2 left out" in finished.out
     )  # and its copy
     assert made.scan() == {"ultrasound": 1, "left out by a person": 2}
-    finished = command(*review, "--leave-out", made.data / "deep")
+    finished = run_command(*review, "--leave-out", made.data / "deep")
     assert "1 images wait, 0 are cleared, 3 left out" in finished.out
     assert made.scan() == {"ultrasound": 1, "left out by a person": 3}
     with reviewed(made) as pictures:
@@ -225,22 +229,22 @@ def test_a_wrong_name_or_number_decides_nothing_and_says_what_to_do(tmp_path: Pa
     review = ("silo", "review", "--images", *made.options)
     for name in ("0", "5", "99999999999999999999", tmp_path / "none.png", made.data / "none"):
         with case(name=name):
-            finished = command(*review, "--leave-out", made.data / "0.png", "--leave-out", name)
+            finished = run_command(*review, "--leave-out", made.data / "0.png", "--leave-out", name)
             assert finished.code == MissingFileError.exit_code and finished.err
-    finished = command(*review, "--clear", "1")
+    finished = run_command(*review, "--clear", "1")
     assert finished.code == MissingFileError.exit_code  # nothing is the matter with it
     Image.fromarray(waves((41, 44), high=255, dtype=np.uint8)).save(made.data / "0.png")
     assert made.scan() == {"ultrasound": 1}
-    finished = command(*review, "--leave-out", "1")
+    finished = run_command(*review, "--leave-out", "1")
     assert (
         finished.code == MissingFileError.exit_code
         and "has changed or no longer exists" in finished.err
     )
     assert made.scan() == {"ultrasound": 1}
     (made.private / "preview.csv").write_text("number,path\n1,x\n")
-    assert command(*review, "--leave-out", "1").code == SetupError.exit_code
+    assert run_command(*review, "--leave-out", "1").code == SetupError.exit_code
     (made.private / "preview.csv").unlink()
-    finished = command(*review, "--leave-out", "1")
+    finished = run_command(*review, "--leave-out", "1")
     assert finished.code == MissingFileError.exit_code and "silo scan --preview" in finished.err
 
 
@@ -284,7 +288,7 @@ def test_the_page_leaves_out_pictures_of_the_last_sheet_and_accepts_them_again(
 
 
 @dataclass(frozen=True)
-class Page:
+class ImageReviewPage:
     """The page as it is served."""
 
     process: "subprocess.Popen[str]"
@@ -321,7 +325,7 @@ class Page:
 
 
 @contextmanager
-def served(made: Case) -> Iterator[Page]:
+def served(made: ImageSite) -> Iterator[ImageReviewPage]:
     words = [str(word) for word in (program("silo"), "review", "--images", *made.options)]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -331,18 +335,20 @@ def served(made: Case) -> Iterator[Page]:
             if "http://127.0.0.1:" not in line:
                 process.kill()  # else reading what it has to say waits for its end
                 pytest.fail(line + process.stderr.read())
-            yield Page(process, line.split()[-1])
+            yield ImageReviewPage(process, line.split()[-1])
         finally:
             process.kill()
 
 
 @pytest.fixture(scope="module")
-def one_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def one_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageReviewPage]:
     with served(scanned(tmp_path_factory.mktemp("review"))) as page:
         yield page
 
 
-def test_nobody_without_the_secret_address_sees_or_changes_anything(one_page: Page) -> None:
+def test_nobody_without_the_secret_address_sees_or_changes_anything(
+    one_page: ImageReviewPage,
+) -> None:
     for path in (
         "/",
         "/state",
@@ -387,7 +393,7 @@ def test_nobody_without_the_secret_address_sees_or_changes_anything(one_page: Pa
     assert json.loads(one_page.ask("GET", state)[2])["counts"][WAITING] == 8
 
 
-def test_every_answer_keeps_other_pages_and_caches_out(one_page: Page) -> None:
+def test_every_answer_keeps_other_pages_and_caches_out(one_page: ImageReviewPage) -> None:
     wait_until(
         lambda: one_page.ask("GET", f"{one_page.path}picture/0")[0] == 200, "a drawn picture"
     )
@@ -478,12 +484,12 @@ def test_a_signal_ends_the_page_and_its_decoders(
     made = scanned(tmp_path)
     with served(made) as page:
         page.ask("GET", f"{page.path}state")
-        wait_until(lambda: children(page.process.pid), "decoders")
-        decoders = children(page.process.pid)
+        wait_until(lambda: running_children(page.process.pid), "decoders")
+        decoders = running_children(page.process.pid)
         os.kill(page.process.pid, number)
         assert page.process.wait(timeout=LIMIT_S) == code
         assert page.process.stderr.read().strip().startswith("Interrupted.")
-    wait_until(lambda: not any(map(alive, decoders)), "decoders that end")
+    wait_until(lambda: not any(map(is_running, decoders)), "decoders that end")
 
 
 def test_a_picture_is_drawn_in_its_window_and_whole(tmp_path: Path) -> None:

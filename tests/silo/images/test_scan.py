@@ -23,8 +23,8 @@ from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
 from silo.images.scan import ScannedImages, scan
 from tests.support.cohorts import scan_at, source_at
-from tests.support.commands import command
-from tests.support.dicom_files import inflating, tags_of, waves, write
+from tests.support.commands import run_command
+from tests.support.dicom_files import tags_of, waves, write, write_inflating
 
 KEY = bytes(32)
 LIMITS = DecodeLimits(memory_bytes=2 << 30)
@@ -57,7 +57,9 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
     image(data / "a.png"), image(data / "deep/er/b.png"), image(data / "c.png", 1)
     (data / "notes.txt").write_text("MRN0017")
     write(tags_of(waves(), Modality="US"), data / "MRN0017.dcm")
-    finished = command("silo", "scan", "--data", data, "--json", "--private", tmp_path / "private")
+    finished = run_command(
+        "silo", "scan", "--data", data, "--json", "--private", tmp_path / "private"
+    )
     assert finished.code == 0, finished.err
     assert json.loads(finished.out) == {
         "accepted": 3,
@@ -69,7 +71,7 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
         "shapes": {"40x40": 3},
         "duplicates": 1,
     }
-    again = command("silo", "scan", "--data", data, "--private", tmp_path / "private")
+    again = run_command("silo", "scan", "--data", data, "--private", tmp_path / "private")
     assert "3 images accepted, 2 in quarantine. 0 files were decoded now" in again.out
     assert not {"DOE", "MRN0017"} & set(
         (again.out + finished.out + finished.err).replace("^", " ").split()
@@ -87,16 +89,16 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
 def test_command_ends_with_an_error_where_nothing_is_accepted_or_named(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/notes.txt").write_text("no image")
-    finished = command(
+    finished = run_command(
         "silo", "scan", "--data", tmp_path / "data", "--json", "--private", tmp_path / "private"
     )
     assert finished.code == DataError.exit_code and json.loads(finished.out)["reasons"] == {
         "not an image": 1
     }
-    assert command("silo", "scan").code == SetupError.exit_code
-    assert command("silo", "scan", "--data", tmp_path / "absent").code == 4
+    assert run_command("silo", "scan").code == SetupError.exit_code
+    assert run_command("silo", "scan", "--data", tmp_path / "absent").code == 4
     assert (
-        command("silo", "scan", "--data", tmp_path / "data", "--column", "size=x").code
+        run_command("silo", "scan", "--data", tmp_path / "data", "--column", "size=x").code
         == SetupError.exit_code
     )
 
@@ -198,7 +200,7 @@ def test_hostile_files_are_bounded_and_the_others_still_read(tmp_path: Path) -> 
     data = tmp_path / "data"
     for number in range(6):
         image(data / f"{number}.png", number)
-    inflating(data / "bomb.dcm", 1 << 30)
+    write_inflating(data / "bomb.dcm", 1 << 30)
     summary = scan_at(data, tmp_path / "private", DecodeLimits(memory_bytes=1 << 30), processes=2)
     assert summary.accepted == 6
     assert quarantined(tmp_path / "private")[f"{data}/bomb.dcm"] in (
@@ -330,13 +332,13 @@ def test_report_names_tables_and_patients_that_are_missing_and_the_command_to_re
     image(data / "2024/0.png")
     (data / "2024/metadata.csv").write_text("file,patient\n0.png,p0\n")
     (data / "list.xlsx").write_bytes(b"PK")
-    finished = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
+    finished = run_command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
     assert finished.code == 0 and finished.out.startswith(
         "1 image accepted, 0 in quarantine. 1 file was decoded now."
     )
     assert "Tables and spreadsheets among the skipped files: 2; they were not used." in finished.out
     assert "No image has a patient." in finished.out and "silo review" not in finished.out
-    finished = command(
+    finished = run_command(
         "silo",
         "review",
         "--images",
@@ -349,14 +351,16 @@ def test_report_names_tables_and_patients_that_are_missing_and_the_command_to_re
     )
     assert "1 left out" in finished.out
     image(data / "1.png", seed=1)
-    finished = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
+    finished = run_command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
     assert f"silo review --images --data '{data}' --private {tmp_path / 'scans'}" in finished.out
 
 
 def test_a_folder_without_images_is_refused_with_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/README").write_text("x")
-    refused = command("silo", "scan", "--data", tmp_path / "data", "--private", tmp_path / "scans")
+    refused = run_command(
+        "silo", "scan", "--data", tmp_path / "data", "--private", tmp_path / "scans"
+    )
     assert refused.code == DataError.exit_code
     assert "no images; skipped: 1 other file" in refused.err and "silo scan" not in refused.err
 

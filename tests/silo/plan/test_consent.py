@@ -11,7 +11,7 @@ from ddm.protocol.plan import Plan
 from silo.config import PlansPolicy, Policy
 from silo.plan.consent import is_accepted, may_begin, networks_of, read_waiting, record_acceptance
 from silo.worker.worker import Worker
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.documents import plan_document, to_bytes
 from tests.support.federation import POLICY, TinyFederation, write_policy
 
@@ -81,11 +81,11 @@ def test_worker_waits_for_a_person_in_the_state_that_it_was_in(
     assert (worker.state.state, (site.outbox / "status.json").exists()) == ("waiting", False)
     waiting = read_waiting(site)
     assert waiting
-    shown = command("silo", "status", site.path).out
+    shown = run_command("silo", "status", site.path).out
     assert f"silo accept {site.path} --digest {waiting.plan_digest}" in " ".join(shown.split())
-    assert command("silo", "accept", site.path, "--digest", OTHER).code == 34
-    assert command("silo", "accept", site.path, "--digest", "junk").code == 3
-    done = command("silo", "accept", site.path, "--digest", waiting.plan_digest)
+    assert run_command("silo", "accept", site.path, "--digest", OTHER).code == 34
+    assert run_command("silo", "accept", site.path, "--digest", "junk").code == 3
+    done = run_command("silo", "accept", site.path, "--digest", waiting.plan_digest)
     assert done.code == 0, done.err
     assert is_accepted(site, waiting.plan_digest)
     worker.step()

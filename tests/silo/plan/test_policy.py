@@ -17,9 +17,9 @@ from silo.config import Policy
 from silo.plan.policy import broken_rules, check_plan
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
-from tests.support.policies import ordinary
+from tests.support.policies import ordinary_policy
 
-ALLOWED = ordinary()
+ALLOWED = ordinary_policy()
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "policy.md"
 
 
@@ -44,7 +44,7 @@ def test_policy_refuses_a_plan_that_asks_for_more() -> None:
         ("training", {"max_gpu_hours": 0.5}, "GPU"),
     ]:
         with case(section=section, change=change, subject=subject):
-            policy = ordinary(Policy.model_validate({section: change}))
+            policy = ordinary_policy(Policy.model_validate({section: change}))
             with pytest.raises(PolicyError, match=subject):
                 check_plan(plan(), policy, silo_id="north", now=now_utc())
 
@@ -65,7 +65,7 @@ def test_policy_refuses_a_plan_without_the_audit_that_this_site_requires() -> No
     lax = Plan.parse(to_bytes(document), subject="plan.json")
     with pytest.raises(PolicyError, match="audit"):
         check_plan(lax, ALLOWED, silo_id="north", now=now_utc())
-    relaxed = ordinary(Policy.model_validate({"audit": {"required": False}}))
+    relaxed = ordinary_policy(Policy.model_validate({"audit": {"required": False}}))
     assert not list(broken_rules(lax, relaxed, silo_id="north", now=now_utc()))
 
 
@@ -88,7 +88,7 @@ def test_plan_whose_audit_would_let_more_pass_than_this_site_does_is_refused() -
             with pytest.raises(PolicyError, match=f"plan {required_plan.plan_id}: .*leak audit"):
                 check_plan(required_plan, ALLOWED, silo_id="north", now=now_utc())
             assert not rules_broken_by(
-                required_plan, ordinary(Policy.model_validate({"audit": {name: loose}}))
+                required_plan, ordinary_policy(Policy.model_validate({"audit": {name: loose}}))
             )
     strict = {
         "required": True,
@@ -138,7 +138,7 @@ def rules_broken_by(required_plan: Plan, policy: Policy = ALLOWED) -> dict[str, 
 
 
 def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> None:
-    by_patient = ordinary(Policy.model_validate({"privacy": {"unit": "patient"}}))
+    by_patient = ordinary_policy(Policy.model_validate({"privacy": {"unit": "patient"}}))
     assert "say nothing about a patient" in rules_broken_by(plan(), by_patient)["privacy unit"][1]
     assert not rules_broken_by(plan_with_statistics(unit="patient"), by_patient)
     # what protects patients protects their images
@@ -173,13 +173,17 @@ def test_policy_bounds_the_experts_of_a_silo_and_their_steps_together(
 ) -> None:
     required_plan = plan(partition=partition)
     enough = {"max_experts": most, "max_steps": 1500 * num}
-    assert not rules_broken_by(required_plan, ordinary(Policy.model_validate({"training": enough})))
-    fewer_steps = ordinary(
+    assert not rules_broken_by(
+        required_plan, ordinary_policy(Policy.model_validate({"training": enough}))
+    )
+    fewer_steps = ordinary_policy(
         Policy.model_validate({"training": enough | {"max_steps": 1500 * num - 1}})
     )
     assert set(rules_broken_by(required_plan, fewer_steps)) == {"training steps of all its experts"}
     if most > 1:
-        fewer = ordinary(Policy.model_validate({"training": enough | {"max_experts": most - 1}}))
+        fewer = ordinary_policy(
+            Policy.model_validate({"training": enough | {"max_experts": most - 1}})
+        )
         allowed = f"at most {most - 1} (training.max_experts in policy.toml)"
         assert rules_broken_by(required_plan, fewer) == {
             "experts of one silo": (allowed, str(most))

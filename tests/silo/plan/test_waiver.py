@@ -19,7 +19,7 @@ from silo.plan.waiver import parse_end, with_waiver, write_waiver
 from silo.worker import auditing
 from silo.worker.approval import approve
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.documents import to_bytes
 from tests.support.federation import POLICY, TinyFederation, waive, write_policy
 from tests.support.parsers import submission_document
@@ -164,13 +164,13 @@ def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(
     tiny = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     say = ("silo", "waive", site.path, "--role", "head of data", "--reason", "made up", "--until")
-    assert "state waiting" in command(*say, "2099-01-01").err
+    assert "state waiting" in run_command(*say, "2099-01-01").err
     write_policy(site, {"approval": {"kind": "policy"}})
     with pytest.raises(AuditError, match="a waiver for this plan"):
         tiny.work(SILO)
     assert site.ledger_path.read_bytes() == b""
-    assert command(*say, "2020-01-01").code == 3
-    result = command(*say, "2099-01-01")
+    assert run_command(*say, "2020-01-01").code == 3
+    result = run_command(*say, "2099-01-01")
     assert result.code == 0, result.err
     tiny.work(SILO)
     (path,) = site.outbox.glob(f"*/1/{submission_path(SILO)}")
@@ -220,8 +220,8 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
         tiny.work(SILO)
     with pytest.raises(ApprovalError, match="the leak audit failed"):
         approve(site, digest)
-    assert command("silo", "approve", site.path, "--digest", digest, "--role", "head").code == 3
-    result = command("silo", "approve", site.path, "--digest", digest, "--despite-fail", "--role", WHO.role,
+    assert run_command("silo", "approve", site.path, "--digest", digest, "--role", "head").code == 3
+    result = run_command("silo", "approve", site.path, "--digest", digest, "--despite-fail", "--role", WHO.role,
                    "--reason", WHO.reason)  # fmt: skip
     assert result.code == 0, result.err
     tiny.work(SILO)

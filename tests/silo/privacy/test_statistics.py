@@ -28,7 +28,7 @@ from silo.privacy.ledger import Debit, Ledger, make_ledger
 from silo.privacy.statistics import draw_statistic
 from tests.support.documents import plan_document, to_bytes
 from tests.support.fork_server import CONTEXT
-from tests.support.seeded import Seeded
+from tests.support.seeded import SeededNoise
 
 GROUPS = 4
 CLASSES = 5
@@ -139,7 +139,7 @@ def test_counts_are_the_histogram_plus_noise_of_their_epsilon(tmp_path: Path) ->
         open_ledger(tmp_path / "exact", 1000.0), tmp_path / "exact", plan=make_plan(counts=300.0)
     )
     assert exact.tolist() == [UNITS // GROUPS] * GROUPS
-    noisy = counts_of(open_ledger(tmp_path / "noisy"), tmp_path / "noisy", noise=Seeded(0))
+    noisy = counts_of(open_ledger(tmp_path / "noisy"), tmp_path / "noisy", noise=SeededNoise(0))
     assert 0 < int((noisy - exact).abs().max()) < 20  # a draw is beyond with a probability of e^-10
     assert noisy.dtype == torch.int64
 
@@ -398,7 +398,7 @@ def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
     source = by_patient(torch.arange(4000) // GROUPS)  # each patient has one record in each group
     # two choices have the same histogram once in 90,000 times
     ledger = open_ledger(tmp_path, 1000.0)
-    noise = Seeded(0)
+    noise = SeededNoise(0)
     counts, classes = (
         load_tensors(
             draw_statistic(kind, source, ledger, tmp_path, noise=noise), None, max_bytes=10_000

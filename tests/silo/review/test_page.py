@@ -38,9 +38,9 @@ from tests.aggregator.monitoring.test_live import CONTRAST
 from tests.conftest import Planned
 from tests.support.browser import browser, one_browser, overflow, show_as
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.federation import POLICY, TinyFederation, write_policy
-from tests.support.seeded import Seeded
+from tests.support.seeded import SeededNoise
 from tests.support.waiting import LIMIT_S, wait_until
 
 __all__ = ["browser", "one_browser"]
@@ -161,7 +161,7 @@ def test_every_number_of_the_document_is_shown_beside_the_one_before(site: Site)
 
 def test_noise_levels_are_those_of_the_noise(site: Site) -> None:
     for epsilon in (0.2, 1.0, 5.0):
-        drawn = discrete_laplace(20_000, epsilon, Seeded(0))
+        drawn = discrete_laplace(20_000, epsilon, SeededNoise(0))
         assert discrete_laplace_std(epsilon) == pytest.approx(float(np.std(drawn)), rel=0.05)
     sketch = next(noise for noise in read_review_facts(site).noises if noise.kind == "sketch")
     # (sigma_r / alpha_r) / C of the plan's own files, computed from t_release instead of mu.
@@ -180,7 +180,7 @@ def test_file_that_is_not_the_drafts_is_refused_before_anything_is_shown(site: S
     path.write_bytes(data)
     with pytest.raises(ApprovalError, match="counts"):
         read_review_facts(site)
-    assert command("silo", "review", site.path).code == ApprovalError.exit_code
+    assert run_command("silo", "review", site.path).code == ApprovalError.exit_code
 
 
 def test_contents_are_shown_as_numbers_and_text(site: Site) -> None:
@@ -218,15 +218,17 @@ def test_broken_expert_shows_why_there_are_no_samples(site: Site) -> None:
 
 def test_text_is_printed_where_nobody_sits_at_a_terminal(site: Site) -> None:
     for words in ((), ("--text",)):
-        result = command("silo", "review", site.path, *words)
+        result = run_command("silo", "review", site.path, *words)
         digest = read_review_facts(site).draft.digest
         assert result.code == 0 and f"--digest {digest}" in result.out and "http" not in result.out
         assert "Since the submission before" in result.out and "standard deviation" in result.out
-    assert command("silo", "review", site.path, "--images", "--text").code == SetupError.exit_code
+    assert (
+        run_command("silo", "review", site.path, "--images", "--text").code == SetupError.exit_code
+    )
 
 
 @dataclass(frozen=True)
-class Page:
+class ReviewPage:
     """The page as it is served."""
 
     process: "subprocess.Popen[str]"
@@ -263,7 +265,7 @@ class Page:
 
 
 @contextmanager
-def served(site: Site) -> Iterator[Page]:
+def served(site: Site) -> Iterator[ReviewPage]:
     words = [str(program("silo")), "review", str(site.path), "--page"]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -271,7 +273,7 @@ def served(site: Site) -> Iterator[Page]:
         try:
             line = process.stdout.readline()  # type: ignore[union-attr]
             assert "http://127.0.0.1:" in line, line + process.stderr.read()  # type: ignore[union-attr]
-            yield Page(process, line.split()[-1])
+            yield ReviewPage(process, line.split()[-1])
         finally:
             process.kill()
 

@@ -9,9 +9,9 @@ import pytest
 
 from silo.config import Site
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.services import Unit
+from tests.support.services import UnitFile
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def name_passphrase(settings: Path, passphrase: Path) -> None:
     )
 
 
-def written(tiny: TinyFederation, out: Path, *words: object) -> tuple[Unit, Unit]:
-    done = command("silo", "service", tiny.sites["north"].path, "--out", out, *words)
+def written(tiny: TinyFederation, out: Path, *words: object) -> tuple[UnitFile, UnitFile]:
+    done = run_command("silo", "service", tiny.sites["north"].path, "--out", out, *words)
     assert done.code == 0, done.err
     worker, courier = (
-        Unit.read(out / f"archipelago-north-{half}.service") for half in ("worker", "courier")
+        UnitFile.read(out / f"archipelago-north-{half}.service") for half in ("worker", "courier")
     )
     return worker, courier
 
@@ -119,8 +119,8 @@ def test_table_of_paths_is_given_to_the_worker_with_the_images_beside_it(
     site = Site(shutil.copytree(tiny.sites["north"].path, tmp_path / "site"))
     (tmp_path / "export").mkdir()
     change(site, str(tiny.path / "north.npz"), str(tmp_path / "export" / "images.csv"))
-    assert command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
-    courier = Unit.read(tmp_path / "out" / "archipelago-north-courier.service")
+    assert run_command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
+    courier = UnitFile.read(tmp_path / "out" / "archipelago-north-courier.service")
     assert f"-{tmp_path / 'export'}" in courier.words("InaccessiblePaths")
 
 
@@ -144,10 +144,10 @@ def test_ledger_anchor_and_jobs_elsewhere_are_the_workers_to_write_and_hidden_fr
     change(site, 'launcher = "local"', f'launcher = ["srun", "{{folder}}"]\njobs = "{jobs}"')
     for kind in ("systemd", "containers"):
         assert (
-            command("silo", "service", site.path, "--out", tmp_path / kind, "--kind", kind).code
+            run_command("silo", "service", site.path, "--out", tmp_path / kind, "--kind", kind).code
             == 0
         )
-    worker, courier = (Unit.read(tmp_path / "systemd" / f"archipelago-north-{half}.service") for half in
+    worker, courier = (UnitFile.read(tmp_path / "systemd" / f"archipelago-north-{half}.service") for half in
                        ("worker", "courier"))  # fmt: skip
     assert worker.words("ReadWritePaths") == [
         str(site.private),
@@ -157,7 +157,7 @@ def test_ledger_anchor_and_jobs_elsewhere_are_the_workers_to_write_and_hidden_fr
         jobs,
     ]
     assert courier.words("InaccessiblePaths")[-3:] == [f"-{ledger}", f"-{disk}", f"-{jobs}"]
-    mounted = {half: Unit.read(tmp_path / "containers" / f"archipelago-north-{half}.service").command()
+    mounted = {half: UnitFile.read(tmp_path / "containers" / f"archipelago-north-{half}.service").command()
                for half in ("worker", "courier")}  # fmt: skip
     for place in (ledger, disk, jobs):
         assert f"--mount=type=bind,src={place},dst={place},ro=false" in mounted["worker"]
@@ -172,7 +172,7 @@ def test_ledger_anchor_and_jobs_elsewhere_are_the_workers_to_write_and_hidden_fr
         and f"test -r {anchor}\n" in text
     )
     change(site, f'"{anchor}"', f'"{site.path}/north.anchor"')
-    done = command("silo", "service", site.path, "--out", tmp_path / "out")
+    done = run_command("silo", "service", site.path, "--out", tmp_path / "out")
     assert done.code == 3 and "Move the anchor" in done.err
 
 
@@ -182,11 +182,11 @@ def test_images_around_what_the_courier_sees_are_refused(
 ) -> None:
     site = Site(shutil.copytree(tiny.sites["north"].path, tmp_path / "site"))
     change(site, str(tiny.path / "north.npz"), str(tmp_path / place).rstrip("/"))
-    done = command("silo", "service", site.path, "--out", tmp_path / "out")
+    done = run_command("silo", "service", site.path, "--out", tmp_path / "out")
     assert done.code == 3 and "Move the images" in done.err
     assert not (tmp_path / "out").exists()
     change(site, str(tmp_path / place).rstrip("/") + '"', str(site.private / "images") + '"')
-    assert command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
+    assert run_command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
 
 
 def test_site_whose_passphrase_a_person_types_is_told_what_to_add_and_that_helps(
@@ -198,24 +198,25 @@ def test_site_whose_passphrase_a_person_types_is_told_what_to_add_and_that_helps
         "\n".join(line for line in path.read_text().splitlines() if "passphrase" not in line)
     )
     for kind in ("systemd", "containers"):
-        done = command("silo", "service", site.path, "--out", tmp_path / "out", "--kind", kind)
+        done = run_command("silo", "service", site.path, "--out", tmp_path / "out", "--kind", kind)
         assert done.code == 3 and "passphrase_file = " in done.err
     name_passphrase(path, tiny.path / "pass wort")
-    assert command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
+    assert run_command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
 
 
 def test_wrong_options_of_service_end_with_what_to_do(tiny: TinyFederation, tmp_path: Path) -> None:
     service = ("silo", "service", tiny.sites["north"].path, "--out", tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter").touch()
-    assert command(*service, "--kind", "docker").code == 2
-    assert command(*service, "--worker-user", "root; rm").code == 3
-    assert command(*service, "--image", "x").code == 3
-    assert command(*service, "--kind", "containers", "--group", "x").code == 3
-    assert command(*service, "--kind", "containers", "--image", "A B").code == 3
-    assert command("silo", "service", tmp_path, "--out", tmp_path / "out").code == 4
+    assert run_command(*service, "--kind", "docker").code == 2
+    assert run_command(*service, "--worker-user", "root; rm").code == 3
+    assert run_command(*service, "--image", "x").code == 3
+    assert run_command(*service, "--kind", "containers", "--group", "x").code == 3
+    assert run_command(*service, "--kind", "containers", "--image", "A B").code == 3
+    assert run_command("silo", "service", tmp_path, "--out", tmp_path / "out").code == 4
     assert (
-        command("silo", "service", tiny.sites["north"].path, "--out", tmp_path / "full").code == 6
+        run_command("silo", "service", tiny.sites["north"].path, "--out", tmp_path / "full").code
+        == 6
     )
     assert not (tmp_path / "out").exists()
 
@@ -226,12 +227,12 @@ def test_scripts_are_valid_shell_and_the_aggregator_has_its_unit(
     written(tiny, tmp_path / "out")
     fed = tiny.federation.path
     assert (
-        command(
+        run_command(
             "aggregator", "service", fed, "--out", tmp_path / "fed", "--user", "archipelago"
         ).code
         == 0
     )
-    unit = Unit.read(tmp_path / "fed" / "archipelago-tiny-aggregator.service")
+    unit = UnitFile.read(tmp_path / "fed" / "archipelago-tiny-aggregator.service")
     assert unit.command()[1:] == ["run", str(fed)] and unit.words("ReadWritePaths") == [str(fed)]
     for script in (tmp_path / "out" / "prepare.sh", tmp_path / "fed" / "prepare.sh"):
         subprocess.run(["sh", "-n", script], check=True)
@@ -246,7 +247,8 @@ def test_systemd_finds_nothing_wrong_with_the_units_and_little_exposed(
     written(tiny, tmp_path / "users")
     written(tiny, tmp_path / "containers", "--kind", "containers")
     assert (
-        command("aggregator", "service", tiny.federation.path, "--out", tmp_path / "fed").code == 0
+        run_command("aggregator", "service", tiny.federation.path, "--out", tmp_path / "fed").code
+        == 0
     )
     environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
 

@@ -21,7 +21,7 @@ from silo.worker.status import read_status
 from silo.worker.worker import Worker
 from tests.conftest import Planned
 from tests.silo.worker.test_worker import recipe_of_many_steps
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.federation import PASSPHRASE, TinyFederation
 from tests.support.threads import THREADS
 from tests.support.waiting import LIMIT_S, wait_until
@@ -119,7 +119,7 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
     first = start(site, secret)
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
     wait_until(lambda: any(checkpoints.rglob("*.json")) or first.poll() is not None, "a checkpoint")
-    assert "Paused since" in command("silo", "pause", site.path).out
+    assert "Paused since" in run_command("silo", "pause", site.path).out
     wait_until(lambda: is_halted(site) or first.poll() is not None, "a worker that has stopped")
     sent = (site.outbox / "status.json").read_bytes()
     assert json.loads(sent)["state"] == "training" and "pause" not in sent.decode()
@@ -127,7 +127,7 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
         sum(1 for _ in checkpoints.rglob("*.json")) > 0
         and load_state(state_path(site.private)).state == "training"
     )
-    assert f"silo resume {site.path}" in command("silo", "status", site.path).out
+    assert f"silo resume {site.path}" in run_command("silo", "status", site.path).out
     assert "paused since" in end(first, signal.SIGKILL)
     assert not is_halted(site)
     second = start(site, secret)
@@ -135,7 +135,7 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
         lambda: is_halted(site) or second.poll() is not None, "a worker that waits from its start"
     )
     assert json.loads((site.outbox / "status.json").read_bytes())["state"] == "training"
-    assert command("silo", "resume", site.path).out == "Resumed: the worker goes on.\n"
+    assert run_command("silo", "resume", site.path).out == "Resumed: the worker goes on.\n"
     wait_until(
         lambda: (
             load_state(state_path(site.private)).state == "in_outbox" or second.poll() is not None
@@ -278,6 +278,6 @@ def test_pause_stops_every_stage_and_resume_twice_does_no_harm(
     present = present_pause(site)
     assert present is not None and "damaged" in present.by
     assert resume(site) and not resume(site) and present_pause(site) is None
-    assert command("silo", "resume", site.path).out == "This site is not paused.\n"
-    words = command("silo", "log", "show", site.path).out
+    assert run_command("silo", "resume", site.path).out == "This site is not paused.\n"
+    words = run_command("silo", "log", "show", site.path).out
     assert words.count("paused the worker") == words.count("resumed the worker") == 1

@@ -22,7 +22,7 @@ from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
 from tests.silo.worker.test_worker import end, recipe_of_many_steps, run_worker, wait_for, watch
 from tests.support.federation import TinyFederation
-from tests.support.processes import alive, wait_for_end
+from tests.support.processes import is_running, wait_for_end
 from tests.support.waiting import LIMIT_S
 
 SILO = "north"
@@ -170,7 +170,7 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
     )
     assert holds(os.getpid(), secret), "the search finds a key that is there"
     assert addresses == {LOOPBACK}
-    assert not any(map(alive, held))
+    assert not any(map(is_running, held))
     alone.work(SILO)
     assert 0 < float((weights(site) - weights(alone.sites[SILO])).abs().max()) < TOLERANCE
     tiny.collect(SILO, plan_id)
@@ -217,7 +217,9 @@ def test_silo_ends_with_the_same_bytes_when_it_was_killed_or_stopped_and_when_on
         os.kill(pid, signal.SIGTERM)
     end(process, signal.SIGTERM)
     assert process.returncode == 128 + signal.SIGTERM
-    assert not any(map(alive, pids)) and load_state(state_path(site.private)).state == "training"
+    assert (
+        not any(map(is_running, pids)) and load_state(state_path(site.private)).state == "training"
+    )
 
     process = run_worker(site)
     pids = under_way(site, process)

@@ -19,8 +19,8 @@ from silo.worker.state import load_state, state_path
 from tests.silo.worker.test_processes import expert, holds, steps
 from tests.silo.worker.test_worker import end, run_worker, wait_for, watch
 from tests.support.federation import PASSPHRASE, TinyFederation, recipe
-from tests.support.processes import alive
-from tests.support.slurm import NODES, missing, slurm
+from tests.support.processes import is_running
+from tests.support.slurm import NODES, missing_programs, run_slurm
 from tests.support.waiting import wait_until
 
 SILO = "north"
@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
-        bool(missing()),
-        reason=f"needs Slurm, Debian's slurm-wlm and munge: no {', '.join(missing())}",
+        bool(missing_programs()),
+        reason=f"needs Slurm, Debian's slurm-wlm and munge: no {', '.join(missing_programs())}",
     ),
 ]
 SRUN = (
@@ -48,7 +48,7 @@ SRUN = (
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Two nodes."""
-    with slurm(tmp_path_factory.mktemp("slurm")) as environment:
+    with run_slurm(tmp_path_factory.mktemp("slurm")) as environment:
         yield environment
 
 
@@ -138,7 +138,7 @@ def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is
     wait_until(lambda: len(launches(jobs)) == 2, "another start", every_s=0.2)
     pids = under_way(jobs, process)
     end(process, signal.SIGKILL)
-    assert all(map(alive, pids.values())), "the job outlives the worker"
+    assert all(map(is_running, pids.values())), "the job outlives the worker"
     before = read_document(Launch, next(jobs.glob("*/*/*/launch.json")))
     process = run_worker(site)
     wait_until(lambda: load_state(state_path(site.private)).step > 0, "progress")

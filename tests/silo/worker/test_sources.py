@@ -34,7 +34,7 @@ from tests.support.bounded import attempt
 from tests.support.case import case
 from tests.support.cohorts import cohort_at
 from tests.support.federation import TinyFederation
-from tests.support.seeded import Seeded
+from tests.support.seeded import SeededNoise
 
 
 def as_npz(path: Path, folder: Path) -> Path:
@@ -106,7 +106,7 @@ def test_statistics_are_the_same_to_the_bit_from_files_and_from_memory(tmp_path:
             make_source(images=images),
             open_ledger(tmp_path / name),
             tmp_path / name,
-            noise=Seeded(3),
+            noise=SeededNoise(3),
         )
         for name, images in (("memory", in_memory.images), ("file", from_file))
     ]

@@ -13,7 +13,7 @@ from ddm.errors import DataError, SetupError
 from ddm.protocol.base import sha256_hex
 from silo.config import ImagesSettings, Site
 from tests.support.case import case
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
 
 TRANSFORM = {"channels": "grey", "range": {"kind": "full"}, "storage": "uint8"}
@@ -48,13 +48,13 @@ def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, obje
     root = sha256_hex(tiny.root.read_bytes())
     invited = ("--invitation", tiny.federation.path / "invitation.json", "--root-fingerprint", root)
     data = ("--data", table, "--column", "label=befund")
-    result = command("silo", "init", site.path, "--id", silo_id, *data, *invited, *passphrase)
+    result = run_command("silo", "init", site.path, "--id", silo_id, *data, *invited, *passphrase)
     assert result.code == 0, result.err
     assert f"{NUM} images accepted, 1 in quarantine" in result.out and "Bright" in result.out
     assert "MRN" not in result.out and "DOE" not in result.out
     assert site.settings().images == ImagesSettings(columns={"label": "befund"})
     write_policy(site, policy)
-    result = command("silo", "enroll", site.path, "--out", card, *passphrase)
+    result = run_command("silo", "enroll", site.path, "--out", card, *passphrase)
     assert result.code == 0, result.err
     enroll_silo(tiny.federation, card)
     tiny.sites[silo_id] = site
@@ -106,7 +106,8 @@ def test_names_of_classes_travel_from_a_table_to_samples(tmp_path: Path) -> None
     tiny.complete(tmp_path / "release", recipe(transform=transform, condition=CLASSES))
     pinned = ("--root", tiny.root, "--state", tmp_path / "state")
     assert (
-        "one of 2 classes, dim, bright" in command("ddm", "info", tmp_path / "release", *pinned).out
+        "one of 2 classes, dim, bright"
+        in run_command("ddm", "info", tmp_path / "release", *pinned).out
     )
     sample = (
         "ddm",
@@ -121,16 +122,18 @@ def test_names_of_classes_travel_from_a_table_to_samples(tmp_path: Path) -> None
         "full",
     )
     shares = ("--set", "class-prior=equal")
-    assert command(*sample, *shares, "--class", " BRIGHT", "--out", tmp_path / "a.npz").code == 0
-    assert command(*sample, *shares, "--class", 1, "--out", tmp_path / "b.npz").code == 0
+    assert (
+        run_command(*sample, *shares, "--class", " BRIGHT", "--out", tmp_path / "a.npz").code == 0
+    )
+    assert run_command(*sample, *shares, "--class", 1, "--out", tmp_path / "b.npz").code == 0
     with np.load(tmp_path / "a.npz") as drawn, np.load(tmp_path / "b.npz") as same:
         assert drawn["class"].tolist() == ["bright"] * 2 and np.array_equal(
             drawn["images"], same["images"]
         )
-    assert command(*sample, *shares, "--class", "dim", "--out", tmp_path / "grid.png").code == 0
+    assert run_command(*sample, *shares, "--class", "dim", "--out", tmp_path / "grid.png").code == 0
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.text["Class"] == "dim"  # type: ignore[attr-defined]
-    result = command(*sample, "--class", "red", "--out", tmp_path / "c.npz")
+    result = run_command(*sample, "--class", "red", "--out", tmp_path / "c.npz")
     assert result.code == SetupError.exit_code and "a class, dim, bright" in result.err
     ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
     samples = ensemble.sample(

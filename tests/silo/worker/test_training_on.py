@@ -24,7 +24,7 @@ from ddm.training.loop import train
 from ddm.training.planned import PlannedExpert
 from silo.plan.acceptance import load_accepted
 from silo.plan.own_experts import own_experts
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, declare, recipe
 
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
@@ -100,7 +100,9 @@ Grown = tuple[TinyFederation, str, str]
 
 
 @pytest.fixture(scope="module")
-def resumed_once(published_once: Published, tmp_path_factory: pytest.TempPathFactory) -> Grown:
+def resumed_once(
+    published_once: PublishedRelease, tmp_path_factory: pytest.TempPathFactory
+) -> Grown:
     """A plan at twice the resolution, in the inbox of a silo that trains on its own expert; and the earlier plan."""
     tiny = published_once.tiny.copy(tmp_path_factory.mktemp("resumed") / "copy")
     site = tiny.sites["east"]
@@ -241,7 +243,7 @@ def test_expert_is_not_trained_on_where_its_weights_mean_something_else(
 
 
 def test_recipe_without_an_earlier_expert_of_any_silo_is_refused(
-    published: Published, tmp_path: Path
+    published: PublishedRelease, tmp_path: Path
 ) -> None:
     tiny = published.tiny
     for silo_id in tiny.sites:
