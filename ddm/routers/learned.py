@@ -7,6 +7,7 @@ counts as evidence: valid for every t, and in all dimensions of the public sketc
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -145,47 +146,65 @@ def split_sketches(
     return train, held_out
 
 
+@dataclass(frozen=True)
+class SiloSketches:
+    """The sketches that silos released, and how much each silo counts.
+
+    Attributes:
+        by_silo: noised sketches (N, r) by silo, in the router's order.
+        num_units: the public number of units of each silo.
+        t_release: noise level of the sketches.
+        share_K: each silo's weight in training the network; its share of all units when omitted.
+    """
+
+    by_silo: Mapping[str, Tensor]
+    num_units: Sequence[int]
+    t_release: float
+    share_K: Sequence[float] | None = None
+
+    def prior_K(self) -> Tensor:
+        """Return each silo's weight in training the network, float64, shape (K,)."""
+        share_K = self.share_K
+        if share_K is None:
+            total = sum(self.num_units)
+            share_K = [num / total for num in self.num_units]
+        return torch.tensor(share_K, dtype=torch.float64)
+
+
 def fit_learned(
     counts_router: CountsRouter,
-    sketches: Mapping[str, Tensor],
-    num_units: Sequence[int],
+    sketches: SiloSketches,
     public: PublicSketches,
     settings: LearnedSettings,
     seed: int,
     on_progress: Progress | None = None,
-    *,
-    t_release: float,
-    share_K: Sequence[float] | None = None,
 ) -> LearnedRouter:
     """Refit the mixture on the silos' sketches, then train the network on public images.
 
     Args:
         counts_router: of the same plan; its shares and their errors are the prior of the refit.
-        sketches: noised sketches (N, r) at `t_release` by silo, in the router's order.
-        num_units: the public number of units of each silo.
+        sketches: the silos', in the router's order.
         public: public images that the plan was fitted on.
         settings: the plan's sizes and number of steps.
         seed: of batches, noise and initial weights; the statistics are private already.
         on_progress: called with step, number of steps, and held-out loss.
-        t_release: noise level of the sketches.
-        share_K: each silo's weight in training the network; its share of all units when omitted.
 
     Raises:
         ShapeError: the numbers of silos and of the router's experts differ.
         NumericalError: the training diverged.
     """
-    if len(sketches) != counts_router.num_experts or len(num_units) != counts_router.num_experts:
+    num_silos = len(sketches.by_silo)
+    num_with_units = len(sketches.num_units)
+    if num_silos != counts_router.num_experts or num_with_units != num_silos:
         raise ShapeError(
             "sketches",
             expected=f"{counts_router.num_experts} silos",
-            got=f"{len(sketches)}, and units of {len(num_units)}",
+            got=f"{num_silos}, and units of {num_with_units}",
         )
-    mixture = refit_shares(counts_router, list(sketches.values()), t_release)
-    share_K = [n / sum(num_units) for n in num_units] if share_K is None else share_K
-    prior_K = torch.tensor(share_K, dtype=torch.float64)
-    return LearnedRouter(
-        mixture, fit_residual(mixture, public, prior_K, settings, seed, on_progress)
-    )
+    sketches_K = list(sketches.by_silo.values())
+    mixture = refit_shares(counts_router, sketches_K, sketches.t_release)
+    residual = fit_residual(mixture, public, sketches.prior_K(), settings, seed, on_progress)
+    return LearnedRouter(mixture, residual)
 
 
 class LearnedFamily(RouterFamily):
@@ -216,18 +235,15 @@ class LearnedFamily(RouterFamily):
         train, held_out = split_sketches(inputs.sketches, inputs.seed)
         router = fit_learned(
             inputs.counts,
-            train,
-            inputs.num_units,
+            SiloSketches(train, inputs.num_units, inputs.t_release, inputs.share_K),
             inputs.public_sketches(),
             self.settings,
             inputs.seed,
             inputs.on_progress,
-            t_release=inputs.t_release,
-            share_K=inputs.share_K,
         )
-        sketches = list(held_out.values())
-        narrow_sketch = inputs.counts.sketch.head(sketches[0].shape[1])
-        compared = HeldOut(sketches, narrow_sketch, inputs.t_release)
+        held_out_sketches = list(held_out.values())
+        narrow_sketch = inputs.counts.sketch.head(held_out_sketches[0].shape[1])
+        compared = HeldOut(held_out_sketches, narrow_sketch, inputs.t_release)
         return self._fitted(router, inputs, held_out=compared)
 
     def _fitted(

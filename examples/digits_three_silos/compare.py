@@ -27,7 +27,7 @@ from ddm.protocol.routers import LearnedSettings
 from ddm.routers.base import Router, log_prior, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy
-from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
+from ddm.routers.learned import LearnedRouter, SiloSketches, fit_learned, split_sketches
 from ddm.routers.residual import PublicSketches
 from ddm.sampling.strategies import Full, Lock, Sample, Strategy, TopOne
 from ddm.system.console import table
@@ -143,7 +143,7 @@ def _non_private_router(
         ).float()
     train, _ = split_sketches(sketches, seed=0)
     num_units = [len(images) for images in private]
-    return fit_learned(counts, train, num_units, lessons, settings, 0, t_release=NEAR_DATA)
+    return fit_learned(counts, SiloSketches(train, num_units, NEAR_DATA), lessons, settings, 0)
 
 
 def _routers(
@@ -167,7 +167,7 @@ def _routers(
         train, _ = split_sketches(inventory.sketches(), 0)
         t_release = inventory.t_release() or 1.0
         found["learned"] = fit_learned(
-            counts, train, num_units, lessons, settings, 0, t_release=t_release
+            counts, SiloSketches(train, num_units, t_release), lessons, settings, 0
         )
     return found | {"non-private": exact}
 

@@ -23,7 +23,7 @@ from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated, calibrate
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
-from ddm.routers.learned import fit_learned
+from ddm.routers.learned import SiloSketches, fit_learned
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.statistics.base import StatisticSource
@@ -128,12 +128,10 @@ def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fit
         sketches = {f"silo{k}": each["sketch"] for k, each in enumerate(released["sketch"])}
         router = fit_learned(
             counts,
-            sketches,
-            world.num_units,
+            SiloSketches(sketches, world.num_units, level),
             parts.lessons(world),
             plan.router,
             seed,
-            t_release=level,
         )
     return Fitted(router, evidence)
 

@@ -11,7 +11,7 @@ from ddm.protocol.routers import LearnedSettings
 from ddm.routers.calibration import calibrate
 from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares
-from ddm.routers.learned import fit_learned
+from ddm.routers.learned import SiloSketches, fit_learned
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, fit_residual
@@ -136,7 +136,7 @@ def test_learned_router_teaches_its_network_with_the_shares_it_is_given() -> Non
 
     def network(shares: list[float] | None) -> Tensor:
         found = fit_learned(
-            mixture, released, [30, 10], lessons, settings, 0, t_release=0.5, share_K=shares
+            mixture, SiloSketches(released, [30, 10], 0.5, shares), lessons, settings, 0
         )
         return torch.cat([weight.flatten() for weight in found.residual.parameters()])
 

@@ -9,7 +9,13 @@ from ddm.protocol.routers import LearnedSettings
 from ddm.routers.base import Router, SketchRouter, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy
-from ddm.routers.learned import LearnedRouter, fit_learned, learned_router_specs, split_sketches
+from ddm.routers.learned import (
+    LearnedRouter,
+    SiloSketches,
+    fit_learned,
+    learned_router_specs,
+    split_sketches,
+)
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, Residual
 from ddm.routers.sketch import Sketch
@@ -144,13 +150,11 @@ def test_training_is_the_same_for_the_same_seed_and_reports_progress(world: Rout
     one, two = (
         fit_learned(
             counts,
-            released,
-            world.num_units,
+            SiloSketches(released, world.num_units, T_R),
             _lessons(world, counts),
             SETTINGS,
             5,
             lambda step, *_: seen.append(step),
-            t_release=T_R,
         )
         for _ in range(2)
     )
@@ -167,7 +171,7 @@ def test_learned_router_beats_counts_where_these_were_noisy_and_says_what_change
     counts = _vague(world)
     released = world.released(counts.sketch, 0.3)
     learned = fit_learned(
-        counts, released, world.num_units, _lessons(world, counts), SETTINGS, 0, t_release=0.3
+        counts, SiloSketches(released, world.num_units, 0.3), _lessons(world, counts), SETTINGS, 0
     )
     x, label = (
         torch.cat(world.silos),
@@ -197,7 +201,9 @@ def test_training_refuses_sketches_of_another_number_of_silos(world: RouterProbl
     with pytest.raises(ShapeError):
         counts = _vague(world)
         lessons = _lessons(world, counts)
-        fit_learned(counts, {"one": torch.zeros(5, RANK)}, [5], lessons, SETTINGS, 0, t_release=T_R)
+        fit_learned(
+            counts, SiloSketches({"one": torch.zeros(5, RANK)}, [5], T_R), lessons, SETTINGS, 0
+        )
 
 
 def _released(
@@ -214,7 +220,7 @@ def _released(
 def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: RouterProblem) -> None:
     counts, released = _released(world, RANK, 0.1)
     learned = fit_learned(
-        counts, released, world.num_units, _lessons(world, counts), SETTINGS, 0, t_release=0.1
+        counts, SiloSketches(released, world.num_units, 0.1), _lessons(world, counts), SETTINGS, 0
     )
     assert learned.mixture.sketch.rank == 8 and learned.head(RANK).sketch.rank == RANK
     truth = (world.histogram() / torch.tensor(world.num_units)[:, None]).double()
