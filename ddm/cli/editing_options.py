@@ -58,6 +58,16 @@ MaskOption = Annotated[
 
 
 @dataclass(frozen=True)
+class EditingFiles:
+    """The options that name images to begin from."""
+
+    init: InitOption = None
+    t_start: TStartOption = None
+    inpaint: InpaintOption = None
+    mask: MaskOption = None
+
+
+@dataclass(frozen=True)
 class EditingOptions:
     """Images to begin from; everything None for samples from noise.
 

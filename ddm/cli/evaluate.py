@@ -1,7 +1,7 @@
 """The command `ddm evaluate`: draw samples from a verified release, or read them, and measure them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +20,9 @@ from ddm.cli.evaluated_conditions import (
 from ddm.cli.options import (
     HOW,
     WHAT,
-    GuidanceOption,
     MachineOptions,
     ReleaseArgument,
     SolverOptions,
-    TextOption,
     Verification,
     check_null,
     grouped,
@@ -44,16 +42,21 @@ from ddm.sampling.strategies import STRATEGIES
 from ddm.system.console import progress, say, table
 
 if TYPE_CHECKING:
+    from ddm.cli.evaluated_samples import SampleSet
     from ddm.evaluation.features import Features
     from ddm.evaluation.measuring import Yardstick
     from ddm.evaluation.page import EvaluatedSamples
     from ddm.evaluation.reference import Reference
     from ddm.loading.release import Release
     from ddm.protocol.architecture import Condition
+    from ddm.protocol.manifest import Manifest
     from ddm.protocol.plan import Plan
     from ddm.sampling.strategies import Strategy
 
 COMPARE = "What to compare with"
+
+ShowProgress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+"""Called with a label; shows the progress of what is done in the context."""
 
 Num = Annotated[
     int | None,
@@ -133,24 +136,6 @@ Strategies = Annotated[
         "--strategy", help="Which experts each step follows; repeatable.", rich_help_panel=HOW
     ),
 ]
-ClassesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--class",
-        metavar="WAY",
-        help="data (as the reference), equal, none, or one class.",
-        rich_help_panel=WHAT,
-    ),
-]
-EncoderOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--text-encoder",
-        metavar="FOLDER",
-        help="Folder of the plan's text encoder, for --text or the reference's captions.",
-        rich_help_panel=WHAT,
-    ),
-]
 Set = Annotated[list[str] | None, set_option(DrawingSettings)]
 
 
@@ -185,61 +170,90 @@ class EvaluationReference:
         return self.reference.num_bytes + self.holdout.num_bytes
 
 
+@dataclass(frozen=True)
+class EvaluatedOptions:
+    """Which samples are evaluated: how many are drawn, or the file that holds them.
+
+    Raises:
+        SetupError: neither.
+    """
+
+    num: Num = None
+    samples: Given = None
+
+    def __post_init__(self) -> None:
+        if self.num is None and self.samples is None:
+            raise SetupError(
+                "--num",
+                expected="--num or --samples",
+                got="neither a number of samples nor a file of them",
+            )
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """In which form the figures are given."""
+
+    as_json: AsJson = False
+    out: Out = None
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """What samples are compared with, and by which features."""
+
+    reference: ReferenceFile
+    holdout: Holdout = None
+    by: By = None
+    features: FeaturesOption = "encoder"
+    neighbours: Neighbours = 5
+
+
+@dataclass(frozen=True)
+class EvaluatedDrawingOptions:
+    """How samples are drawn, with each strategy."""
+
+    strategy: Strategies = None
+    following: StrategyOptions = StrategyOptions()
+    solving: SolverOptions = SolverOptions()
+    settings: Set = None
+
+
 @grouped
 def evaluate(
     release: ReleaseArgument,
     *,
-    num: Num = None,
-    samples: Given = None,
-    label: ClassesOption = None,
-    text: TextOption = None,
-    text_encoder: EncoderOption = None,
-    guidance: GuidanceOption = None,
-    as_json: AsJson = False,
-    out: Out = None,
-    reference: ReferenceFile,
-    holdout: Holdout = None,
-    by: By = None,
-    features: FeaturesOption = "encoder",
-    neighbours: Neighbours = 5,
-    strategy: Strategies = None,
-    following: StrategyOptions,
-    solving: SolverOptions,
-    settings: Set = None,
+    evaluated: EvaluatedOptions,
+    conditioning: ReferenceConditionOptions,
+    output: OutputOptions,
+    compared: ComparisonOptions,
+    drawing: EvaluatedDrawingOptions,
     verification: Verification,
     machine: MachineOptions,
 ) -> None:
     """Measure samples against real images: FID, KID, precision, recall, shares, copies; verifies first."""
     # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
-    rare = read_settings(DrawingSettings, settings)
-    if num is None and samples is None:
-        raise SetupError(
-            "--num",
-            expected="--num or --samples",
-            got="neither a number of samples nor a file of them",
-        )
-    # --class has other values here than in `ddm sample`: the reference may give the classes.
-    conditioning = ReferenceConditionOptions(label, text, text_encoder)
+    rare = read_settings(DrawingSettings, drawing.settings)
+    samples = evaluated.samples
+    solving = drawing.solving
+    guidance = conditioning.guidance
     guidance_interval = read_interval(rare.guidance_interval)
-    strategy_settings = following.settings(rare)
+    strategy_settings = drawing.following.settings(rare)
     if samples is not None:
-        drawing_options = {
-            "--strategy": strategy,
+        unused_options = {
+            "--strategy": drawing.strategy,
             **{FLAGS[name]: name for name in strategy_settings},
             str(conditioning.flag): conditioning.flag,
             "--guidance": guidance,
         }
-        _check_nothing_is_drawn(samples, drawing_options)
+        _check_nothing_is_drawn(samples, unused_options)
     # Each strategy once, in the order in which they were given.
-    names = list(dict.fromkeys(strategy or ["lock"]))
+    names = list(dict.fromkeys(drawing.strategy or ["lock"]))
     strategies = _choose_strategies(names, strategy_settings)
-    _prepare_page_folder(out)
+    _prepare_page_folder(output.out)
 
     from ddm.cli.evaluated_samples import EvaluationDrawing, read_samples
     from ddm.cli.sampling import ComputeSettings
-    from ddm.evaluation.features import open_features
-    from ddm.evaluation.page import EvaluatedSamples
-    from ddm.evaluation.reference import open_reference
     from ddm.system.memory import memory_limit
 
     computing = ComputeSettings(machine.device, machine.arithmetic(), rare.batch)
@@ -247,25 +261,17 @@ def evaluate(
     opened = verification.open(release, experts_later=True)
     plan = opened.plan
     manifest = opened.manifest
-    # Decoding and transforming pictures takes a while, without a progress bar.
-    if plan.transform:
-        say("reading the images to compare with", error=True)
-    holdout_images = None
-    reference_images = open_reference(reference, plan.data, by, plan.transform)
-    if holdout is not None:
-        holdout_images = open_reference(holdout, plan.data, None, plan.transform)
-    network = open_features(features, plan, opened.folder)
-    comparison = EvaluationReference(reference_images, holdout_images, network, neighbours)
-    weights, declared_shares = read_priors(manifest, following.prior, rare.class_prior)
+    comparison = _open_comparison(compared, opened)
+    weights, declared_shares = read_priors(manifest, drawing.following.prior, rare.class_prior)
 
     given_samples = None
-    num_samples = num or 0
+    num_samples = evaluated.num or 0
     if samples is not None:
-        given_samples = read_samples(opened, samples, num)
+        given_samples = read_samples(opened, samples, evaluated.num)
         num_samples = len(given_samples.images)
     needed = _comparing_bytes(plan, comparison, num_samples)
     if given_samples is None:
-        needed += _conditions_bytes(plan, num_samples, text_encoder)
+        needed += _conditions_bytes(plan, num_samples, conditioning.text_encoder)
     limit.check(
         "memory",
         # The samples themselves are float32.
@@ -273,7 +279,7 @@ def evaluate(
         "Evaluate fewer images, or raise the limit with --memory.",
     )
 
-    show_progress = partial(_show_progress, as_json=as_json)
+    show_progress = partial(_show_progress, as_json=output.as_json)
     condition_words = None
     if given_samples is not None:
         sample_sets = [given_samples]
@@ -309,36 +315,16 @@ def evaluate(
             "router_every": rare.router_every or 1,
         }
         num_processes = min(machine.processes, num_samples)
-        drawing = EvaluationDrawing(
+        evaluation_drawing = EvaluationDrawing(
             opened, computing, num_processes, solving.seed, how, declared_shares
         )
-        sample_sets, due_shares = drawing.draw(
+        sample_sets, due_shares = evaluation_drawing.draw(
             strategies, num_samples, limit, needed, show_progress
         )
 
-    owners = [expert.silo_id for expert in manifest.experts]
-    silos = [silo.silo_id for silo in manifest.silos]
-    # Shares are compared by silo: its experts together.
-    silo_priors = dict.fromkeys(silos, 0.0)
-    for owner, share in zip(owners, due_shares, strict=True):
-        silo_priors[owner] += share
     # Features of the real images are computed once, for all sets of samples.
     yardstick = _make_yardstick(comparison, solving.seed, show_progress)
-    results = []
-    for sample_set in sample_sets:
-        silo_N = sample_set.silo_N(owners, silos)
-        label_text = f"comparing {num_samples} samples, {sample_set.name}"
-        with show_progress(label_text) as advance:
-            evaluation = yardstick.judge(
-                sample_set.images,
-                silo_N=silo_N,
-                silos=silos,
-                prior=list(silo_priors.values()),
-                on_progress=advance,
-            )
-        notes = (*sample_set.notes, *evaluation.notes)
-        evaluation = replace(evaluation, notes=notes)
-        results.append(EvaluatedSamples(sample_set.name, sample_set.images, silo_N, evaluation))
+    results = _measure(sample_sets, yardstick, manifest, due_shares, show_progress)
 
     sampling = None
     if condition_words is not None:
@@ -350,13 +336,15 @@ def evaluate(
         }
     origin = _origin(opened, comparison, solving.seed, sampling, samples)
     document = _document(results, origin)
+    out = output.out
     if out is not None:
+        silos = [silo.silo_id for silo in manifest.silos]
         _write_page(out, document, results, yardstick, silos, plan.data.range)
     # Nothing but the document, which other programs parse.
-    if as_json:
+    if output.as_json:
         say(json.dumps(document, indent=2))
     else:
-        say(_tables(results, network))
+        say(_tables(results, comparison.features))
         if sampling is not None and not isinstance(plan.condition, NoCondition):
             say(f"\nThe samples were drawn {condition_words}, with guidance {guidance or 0:g}.")
         if out is not None:
@@ -377,6 +365,22 @@ def _prepare_page_folder(out: Path | None) -> None:
     if out.suffix:
         raise SetupError("--out", expected="a folder, by a name without ending", got=out.name)
     prepare_output(out)
+
+
+def _open_comparison(options: ComparisonOptions, opened: "Release") -> EvaluationReference:
+    from ddm.evaluation.features import open_features
+    from ddm.evaluation.reference import open_reference
+
+    plan = opened.plan
+    # Decoding and transforming pictures takes a while, without a progress bar.
+    if plan.transform:
+        say("reading the images to compare with", error=True)
+    reference = open_reference(options.reference, plan.data, options.by, plan.transform)
+    holdout = None
+    if options.holdout is not None:
+        holdout = open_reference(options.holdout, plan.data, None, plan.transform)
+    features = open_features(options.features, plan, opened.folder)
+    return EvaluationReference(reference, holdout, features, options.neighbours)
 
 
 def _comparing_bytes(plan: "Plan", comparison: EvaluationReference, num_samples: int) -> int:
@@ -421,7 +425,7 @@ def _compare_with_class(
 def _make_yardstick(
     comparison: EvaluationReference,
     seed: int,
-    show_progress: Callable[[str], AbstractContextManager[Callable[[int, int], None]]],
+    show_progress: ShowProgress,
 ) -> "Yardstick":
     from ddm.evaluation.measuring import Yardstick
 
@@ -434,6 +438,37 @@ def _make_yardstick(
             seed=seed,
             on_progress=advance,
         )
+
+
+def _measure(
+    sample_sets: "Sequence[SampleSet]",
+    yardstick: "Yardstick",
+    manifest: "Manifest",
+    due_shares: Sequence[float],
+    show_progress: ShowProgress,
+) -> "list[EvaluatedSamples]":
+    """Measure every set of samples; each silo is due the shares of its experts together."""
+    from ddm.evaluation.origins import SampleOrigins
+    from ddm.evaluation.page import EvaluatedSamples
+
+    owners = [expert.silo_id for expert in manifest.experts]
+    silos = [silo.silo_id for silo in manifest.silos]
+    silo_priors = dict.fromkeys(silos, 0.0)
+    for owner, share in zip(owners, due_shares, strict=True):
+        silo_priors[owner] += share
+    results = []
+    for sample_set in sample_sets:
+        silo_N = sample_set.silo_N(owners, silos)
+        origins = None
+        if silo_N is not None:
+            origins = SampleOrigins(silo_N, silos, list(silo_priors.values()))
+        label_text = f"comparing {len(sample_set.images)} samples, {sample_set.name}"
+        with show_progress(label_text) as advance:
+            evaluation = yardstick.judge(sample_set.images, origins, on_progress=advance)
+        notes = (*sample_set.notes, *evaluation.notes)
+        evaluation = replace(evaluation, notes=notes)
+        results.append(EvaluatedSamples(sample_set.name, sample_set.images, silo_N, evaluation))
+    return results
 
 
 def _check_nothing_is_drawn(samples: Path, options: dict[str, Any]) -> None:

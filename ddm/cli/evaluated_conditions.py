@@ -8,9 +8,11 @@ random order, so that classes are as frequent as in the reference.
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from ddm.cli.options import check_null, check_text
+import typer
+
+from ddm.cli.options import WHAT, GuidanceOption, TextOption, check_null, check_text
 from ddm.errors import DataError, SetupError
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 
@@ -25,22 +27,46 @@ _WAYS = ("data", "equal", "none")
 _MIN_CLASS_IMAGES = 8  # reference images of a class
 
 
+ClassesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--class",
+        metavar="WAY",
+        help="data (as the reference), equal, none, or one class.",
+        rich_help_panel=WHAT,
+    ),
+]
+EncoderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text-encoder",
+        metavar="FOLDER",
+        help="Folder of the plan's text encoder, for --text or the reference's captions.",
+        rich_help_panel=WHAT,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class ReferenceConditionOptions:
     """The options on conditions of `ddm evaluate`.
+
+    `--class` has other values than in `ddm sample`, since the reference may give the classes.
 
     Args:
         label: data, equal, none, or a class by name or number; None for what suits the release and the reference.
         text: of all samples.
         text_encoder: the folder of the plan's encoder; without a text, samples get the reference's captions.
+        guidance: its strength.
 
     Raises:
         SetupError: options that do not go together, or no class.
     """
 
-    label: str | None
-    text: str | None
-    text_encoder: Path | None
+    label: ClassesOption = None
+    text: TextOption = None
+    text_encoder: EncoderOption = None
+    guidance: GuidanceOption = None
 
     def __post_init__(self) -> None:
         if self.flag == "--text" and self.label is not None:

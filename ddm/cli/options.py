@@ -1,7 +1,7 @@
 """The options that several commands of `ddm` share, alone and in groups that belong together.
 
 A group is a frozen dataclass with an option for each field. A command under `grouped` takes one as a parameter, and the
-program shows its fields among the command's own options.
+program shows its fields among the command's own options. A field may itself be a group.
 """
 
 import inspect
@@ -242,23 +242,41 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         annotation: Any = hints[parameter.name]
         if is_dataclass(annotation):
             groups[parameter.name] = annotation
-            options += inspect.signature(annotation).parameters.values()  # type: ignore[arg-type]
-        else:
-            options.append(parameter.replace(annotation=annotation))
+        options += _options_in(parameter.replace(annotation=annotation))
     # A signature refuses a parameter without a default after one with a default, unless both are keyword-only.
     options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
 
     @wraps(command)
     def call_with_groups(**values: Any) -> None:
         for name, group in groups.items():
-            group_values = {field.name: values.pop(field.name) for field in fields(group)}
-            values[name] = group(**group_values)
+            values[name] = _take_group(group, values)
         command(**values)
 
     # typer reads the options from the signature and the annotations.
     call_with_groups.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     call_with_groups.__annotations__ = {option.name: option.annotation for option in options}
     return call_with_groups
+
+
+def _options_in(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """Return a parameter as an option, or the options in a group."""
+    if not is_dataclass(parameter.annotation):
+        return [parameter]
+    options = []
+    for field in inspect.signature(parameter.annotation).parameters.values():  # type: ignore[arg-type]
+        options += _options_in(field)
+    return options
+
+
+def _take_group(group: Any, values: dict[str, Any]) -> Any:
+    """Build a group from the values of its options, which are removed from `values`."""
+    group_values = {}
+    for field in fields(group):
+        if is_dataclass(field.type):
+            group_values[field.name] = _take_group(field.type, values)
+        else:
+            group_values[field.name] = values.pop(field.name)
+    return group(**group_values)
 
 
 @dataclass(frozen=True)

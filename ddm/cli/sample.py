@@ -1,16 +1,14 @@
 """The command `ddm sample`: check which options go together, then draw images from a verified release."""
 
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ddm.cli.editing_options import (
+    EditingFiles,
     EditingOptions,
-    InitOption,
-    InpaintOption,
-    MaskOption,
-    TStartOption,
     read_interval,
 )
 from ddm.cli.options import (
@@ -47,6 +45,16 @@ StrategyOption = Annotated[
 Set = Annotated[list[str] | None, set_option(SampleSettings)]
 
 
+@dataclass(frozen=True)
+class DrawingOptions:
+    """How samples are drawn."""
+
+    strategy: StrategyOption = None
+    following: StrategyOptions = StrategyOptions()
+    solving: SolverOptions = SolverOptions()
+    settings: Set = None
+
+
 @grouped
 def sample(
     release: ReleaseArgument,
@@ -54,14 +62,8 @@ def sample(
     num: NumOption,
     out: ImagesOption,
     conditioning: ConditionOptions,
-    init: InitOption = None,
-    t_start: TStartOption = None,
-    inpaint: InpaintOption = None,
-    mask: MaskOption = None,
-    strategy: StrategyOption = None,
-    following: StrategyOptions,
-    solving: SolverOptions,
-    settings: Set = None,
+    editing_files: EditingFiles,
+    drawing: DrawingOptions,
     verification: Verification,
     machine: MachineOptions,
 ) -> None:
@@ -69,11 +71,22 @@ def sample(
     from ddm.io.pictures import prepare_output
 
     # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
-    rare = read_settings(SampleSettings, settings)
-    editing = EditingOptions(init, t_start, inpaint, mask, rare.corrections)
+    rare = read_settings(SampleSettings, drawing.settings)
+    editing = EditingOptions(
+        editing_files.init,
+        editing_files.t_start,
+        editing_files.inpaint,
+        editing_files.mask,
+        rare.corrections,
+    )
     guidance_interval = read_interval(rare.guidance_interval)
+    following = drawing.following
+    solving = drawing.solving
+    strategy = drawing.strategy
     if strategy is None:
-        strategy = "sample" if inpaint else "lock"
+        strategy = "lock"
+        if editing.inpaint:
+            strategy = "sample"
     chosen_strategy = choose_strategy(strategy, following.settings(rare))
     _check_together(chosen_strategy, rare, conditioning, editing)
     prepare_output(out)

@@ -5,9 +5,8 @@ one; `evaluate` makes and uses one in a single call.
 """
 
 # Shape legend: N samples, M reference images, H images held out, D values of one feature.
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from ddm.evaluation.metrics import (
     measure_floor,
 )
 from ddm.evaluation.neighbours import CrossComparison, compare_with_itself, nearest
+from ddm.evaluation.origins import ResolvedOrigins, SampleOrigins
 from ddm.evaluation.reference import SILO_COLUMNS, Reference, rows_of_numbers
 from ddm.evaluation.shares import ShareError, share_error
 from ddm.io.array_input import real_tensor
@@ -215,19 +215,15 @@ class Yardstick:
     def judge(
         self,
         samples: Any,
+        origins: SampleOrigins | None = None,
         *,
-        silo_N: Any = None,
-        silos: Sequence[str] = (),
-        prior: Any = None,
         on_progress: Progress | None = None,
     ) -> Evaluation:
         """Measure samples.
 
         Args:
             samples: an array or a tensor, shape (N, ...), as the reference's images.
-            silo_N: the index of the silo that each sample came from; None where it is not known.
-            silos: the silos' names.
-            prior: the share that each silo should have, in any unit; only used where `silo_N` is known.
+            origins: the silos that the samples came from; None where they are not known.
             on_progress: see `Progress`.
 
         Raises:
@@ -236,11 +232,9 @@ class Yardstick:
             ShapeError: samples of another shape, or as many silos as samples are needed.
         """
         rows = rows_of_numbers(samples, "samples")
-        weights = None
-        if silo_N is not None:
-            silo_N = _silo_numbers(silo_N, len(rows), len(silos))
-            if prior is not None:
-                weights = _weights(prior, len(silos))
+        sample_silos = None
+        if origins is not None:
+            sample_silos = origins.resolve(len(rows))
         counter = _ProgressCounter(on_progress, _PASSES * len(rows))
         features_ND, pixels_NP = _encode_all(Reference.of(rows), self.features, counter)
         num_pixels = self.pixels_MP.shape[1]
@@ -252,11 +246,11 @@ class Yardstick:
         # As many images as there are samples, since FID depends on their number.
         floor = measure_floor(self.feature_set, len(rows), seed=self.seed)
         per_silo = {}
-        if silo_N is not None:
-            per_silo = self._per_silo(features_ND, silo_N, silos, weights)
         error = None
-        if silo_N is not None and weights is not None:
-            error = share_error(silo_N, weights, seed=self.seed)
+        if sample_silos is not None:
+            per_silo = self._per_silo(features_ND, sample_silos)
+            if sample_silos.weights is not None:
+                error = share_error(sample_silos.silo_N, sample_silos.weights, seed=self.seed)
         return Evaluation(
             num=len(rows),
             num_reference=self.reference.num,
@@ -266,7 +260,7 @@ class Yardstick:
             recall_by=self._recall_by(both),
             copies=self._nearest_copies(pixels_NP, both),
             floor=floor,
-            notes=self._notes(sample_set, silo_N, silos, floor is not None),
+            notes=self._notes(sample_set, sample_silos, has_floor=floor is not None),
         )
 
     @property
@@ -283,15 +277,13 @@ class Yardstick:
         }
 
     def _per_silo(
-        self,
-        features_ND: Tensor,
-        silo_N: Tensor,
-        silos: Sequence[str],
-        weights: Sequence[float] | None,
+        self, features_ND: Tensor, sample_silos: ResolvedOrigins
     ) -> dict[str, SiloResult]:
+        weights = sample_silos.weights
+        num_samples = len(features_ND)
         results = {}
-        for index, name in enumerate(silos):
-            silo_features = features_ND[silo_N == index]
+        for index, name in enumerate(sample_silos.names):
+            silo_features = features_ND[sample_silos.silo_N == index]
             num = len(silo_features)
             reference = self._reference_of(name)
             metrics: Mapping[str, Estimate] = {}
@@ -303,7 +295,7 @@ class Yardstick:
                 prior = weights[index] / sum(weights)
             results[name] = SiloResult(
                 num=num,
-                share=num / len(silo_N),
+                share=num / num_samples,
                 prior=prior,
                 metrics=metrics,
                 num_reference=len(reference.features_ND),
@@ -333,7 +325,7 @@ class Yardstick:
         return torch.tensor([group == name for group in self.reference.groups], dtype=torch.bool)
 
     def _notes(
-        self, samples: FeatureSet, silo_N: Tensor | None, silos: Sequence[str], has_floor: bool
+        self, samples: FeatureSet, sample_silos: ResolvedOrigins | None, *, has_floor: bool
     ) -> tuple[str, ...]:
         reference = self.feature_set
         dim = samples.features_ND.shape[1]
@@ -351,9 +343,8 @@ class Yardstick:
             notes.append(
                 "Coverage and recall grow with the number of samples: draw about as many as reference images."
             )
-        if silo_N is not None:
-            counts = torch.bincount(silo_N, minlength=len(silos)).tolist()
-            small_silos = [name for name, count in zip(silos, counts, strict=True) if count <= dim]
+        if sample_silos is not None:
+            small_silos = [name for name, num in sample_silos.counts().items() if num <= dim]
             if small_silos:
                 notes.append(
                     f"Silos with no more than {dim} samples: {', '.join(small_silos)}. Their FID says little."
@@ -374,10 +365,7 @@ def evaluate(
     reference: Any,
     *,
     features: Callable[[Tensor], Tensor] | Features | None = None,
-    silo_N: Any = None,
-    silos: Sequence[str] = (),
-    prior: Any = None,
-    groups: Sequence[object] = (),
+    origins: SampleOrigins | None = None,
     holdout: Any = None,
     k: int = 5,
     seed: int = 0,
@@ -388,12 +376,10 @@ def evaluate(
     Args:
         samples: an array or a tensor, shape (N, ...): images, or features already; any real numbers that NumPy makes an
             array of.
-        reference: likewise, shape (M, ...); or a `Reference`, which is read in blocks.
+        reference: likewise, shape (M, ...); or a `Reference`, which is read in blocks. For the groups of
+            `Reference.of`, such as labels or silos, recall is also given.
         features: from images (B, ...) to features (B, D); without it the values themselves, flattened, are features.
-        silo_N: the index of the silo of each sample, such as `Samples.expert_N`.
-        silos: the silos' names, in order; by default their indices.
-        prior: the share that each silo should have, in any unit.
-        groups: a label or silo of each reference image: recall is also given for each.
+        origins: the silo of each sample, and the shares that silos should have.
         holdout: real images that are not in the reference, as a scale for nearest copies.
         k: neighbours of precision, recall, density and coverage.
         seed: of intervals and halves; the same call gives the same figures.
@@ -410,13 +396,12 @@ def evaluate(
     """
     rows = rows_of_numbers(samples, "samples")
     if not isinstance(reference, Reference):
-        reference = Reference.of(reference, groups)
+        reference = Reference.of(reference)
     if holdout is not None and not isinstance(holdout, Reference):
         holdout = Reference.of(holdout)
-    if silo_N is not None:
-        silo_N = _silo_numbers(silo_N, len(rows), len(silos) or None)
-        if not len(silos):
-            silos = _numbered_silos(silo_N, prior)
+    if origins is not None:
+        # Wrong numbers are refused before the reference is encoded, which may take minutes.
+        origins.resolve(len(rows))
     yardstick = Yardstick.of(
         reference,
         _as_features(features),
@@ -425,7 +410,7 @@ def evaluate(
         seed=seed,
         on_progress=on_progress,
     )
-    return yardstick.judge(rows, silo_N=silo_N, silos=silos, prior=prior, on_progress=on_progress)
+    return yardstick.judge(rows, origins, on_progress=on_progress)
 
 
 def _as_features(features: Callable[[Tensor], Tensor] | Features | None) -> Features:
@@ -437,61 +422,6 @@ def _as_features(features: Callable[[Tensor], Tensor] | Features | None) -> Feat
         got = type(features).__name__
         raise DataError("features", expected="a function from images to features", got=got)
     return Features("given", digest=None, dim=0, encode=features)
-
-
-def _numbered_silos(silo_N: Tensor, prior: Any) -> tuple[str, ...]:
-    """Name silos by their numbers; a silo without samples is known by its weight in the prior."""
-    num_silos = int(silo_N.max()) + 1
-    if prior is not None:
-        num_silos = max(num_silos, real_tensor(prior, "prior").numel())
-    return tuple(str(index) for index in range(num_silos))
-
-
-def _silo_numbers(silo_N: Any, num_samples: int, num_silos: int | None) -> Tensor:
-    """Return the index of the silo of each sample, int64.
-
-    Args:
-        silo_N: the caller's.
-        num_samples: N.
-        num_silos: how many silos there are; None where only their numbers are known.
-
-    Raises:
-        DataError: no numbers.
-        ShapeError: not one whole number from 0, of a silo that there is, for each sample.
-    """
-    silos = "a silo" if num_silos is None else f"one of {num_silos} silos"
-    expected = f"the number of {silos} for each of {num_samples} samples"
-    numbers = real_tensor(silo_N, "silo_N").cpu()
-    if tuple(numbers.shape) != (num_samples,) or num_samples == 0:
-        raise ShapeError("silo_N", expected=expected, got=f"shape {tuple(numbers.shape)}")
-    whole = numbers.long()
-    # A number that is not whole would become that of another silo, and NaN that of any.
-    are_valid = bool((whole == numbers).all()) and int(whole.min()) >= 0
-    if not are_valid or (num_silos is not None and int(whole.max()) >= num_silos):
-        raise ShapeError("silo_N", expected=expected, got="other numbers")
-    return whole
-
-
-def _weights(prior: Any, num_silos: int) -> list[float]:
-    """Return one weight for each silo, in the caller's unit.
-
-    Raises:
-        DataError: no numbers.
-        ShapeError: another number of weights.
-        MathError: weights below 0, that are not finite, or all 0.
-    """
-    weight_S = real_tensor(prior, "prior").double().cpu()
-    if tuple(weight_S.shape) != (num_silos,):
-        expected = f"{num_silos} weights, one for each silo"
-        raise ShapeError("prior", expected=expected, got=f"shape {tuple(weight_S.shape)}")
-    total = float(weight_S.sum())
-    # Written with `not`, so that NaN, for which every comparison is false, is refused too.
-    if not bool((weight_S >= 0).all()) or not 0 < total < inf:
-        raise MathError(
-            "prior", expected="finite weights of at least 0, not all 0", got="other weights"
-        )
-    weights: list[float] = weight_S.tolist()
-    return weights
 
 
 def _flatten(images: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import ArchipelagoError, DataError, MathError, ShapeError
-from ddm.evaluation import Reference, evaluate
+from ddm.evaluation import Reference, SampleOrigins, evaluate
 from ddm.evaluation.intervals import proportion, wilson
 from ddm.io.array_input import real_tensor
 from tests.support.case import case
@@ -127,10 +127,12 @@ def test_silos_and_priors_that_do_not_fit_are_refused() -> None:
         "names": (["a"] * 40, None, "silo_N"),
     }.items():
         with case(name), pytest.raises(ArchipelagoError) as caught:
-            evaluate(SAMPLES, REFERENCE, silo_N=silo, prior=prior)
+            evaluate(SAMPLES, REFERENCE, origins=SampleOrigins(silo, prior=prior))
         assert caught.value.subject == subject, name
     held_otherwise = evaluate(
-        SAMPLES, REFERENCE, silo_N=silo_N[::-1].astype(">i8"), prior=np.array([1, 1], ">f4")
+        SAMPLES,
+        REFERENCE,
+        origins=SampleOrigins(silo_N[::-1].astype(">i8"), prior=np.array([1, 1], ">f4")),
     )
     assert [each.num for each in held_otherwise.per_silo.values()] == [20, 20]
     assert held_otherwise.share_error is not None

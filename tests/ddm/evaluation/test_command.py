@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ddm.cli.main import app
 from ddm.encoders.timm import TimmEncoder
 from ddm.errors import DataError, MemoryLimitError, MissingFileError, SetupError, TensorFileError
-from ddm.evaluation import evaluate
+from ddm.evaluation import SampleOrigins, evaluate
 from ddm.evaluation.classifier import train_classifier
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import sha256_file
@@ -103,9 +103,7 @@ def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
             samples["images"],
             real["images"],
             features=encoder.encode,
-            silo_N=samples["expert"],
-            silos=["east", "north"],
-            prior=prior,
+            origins=SampleOrigins(samples["expert"], ["east", "north"], prior),
             holdout=held["images"],
         ).to_json()
     for name, estimate in expected["metrics"].items():

@@ -10,7 +10,7 @@ import torch
 
 from ddm.encoders.vision import ClipVision
 from ddm.errors import DataError, MissingFileError, SetupError, ShapeError, TensorFileError
-from ddm.evaluation import Reference, evaluate
+from ddm.evaluation import Reference, SampleOrigins, evaluate
 from ddm.evaluation.classifier import Classifier, Network, train_classifier
 from ddm.evaluation.features import network_name
 from ddm.evaluation.reference import classes_of, open_reference
@@ -188,20 +188,21 @@ def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_
     samples = rng.normal(size=(60, 4))
     real = rng.normal(size=(90, 4))
     plain = evaluate(
-        samples, real, silo_N=np.arange(60) % 2, prior=[1, 1], groups=np.arange(90) % 2
+        samples,
+        Reference.of(real, np.arange(90) % 2),
+        origins=SampleOrigins(np.arange(60) % 2, prior=[1, 1]),
     ).to_json()
     torch_too = evaluate(
         torch.from_numpy(samples),
         Reference.of(torch.from_numpy(real), groups=[n % 2 for n in range(90)]),
-        silo_N=torch.arange(60) % 2,
-        prior=[0.5, 0.5],
+        origins=SampleOrigins(torch.arange(60) % 2, prior=[0.5, 0.5]),
     )
     assert json.dumps(torch_too.to_json()) == json.dumps(plain)
     assert plain["share_error"]["value"] == 0.0 and set(plain["recall_by"]) == {"0", "1"}
     # labels are no silos
     assert {each["num_reference"] for each in plain["per_silo"].values()} == {90}
     with pytest.raises(ShapeError):
-        evaluate(samples, real, silo_N=[0, 1])
+        evaluate(samples, real, origins=SampleOrigins([0, 1]))
     with pytest.raises(ShapeError):
         evaluate(samples, real[:, :3])
 
