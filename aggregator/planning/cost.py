@@ -19,8 +19,10 @@ from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.routers.sketch import Sketch
 from ddm.statistics.cost import plan_epsilon
 from ddm.statistics.sketch import sketch_noise_level
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import train
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 
 TIMED_STEPS = 12
 # A sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured.
@@ -183,15 +185,11 @@ def time_training(plan: Plan, seen: Tensor) -> float:
     with _one_thread(), tempfile.TemporaryDirectory() as scratch:
         trained = train(
             build_expert(plan.expert.architecture, plan.expert_shape, condition=condition),
-            seen,
+            Examples(seen, labels),
             settings,
-            path_named(plan.objective.path),
-            plan.t_distribution,
-            checkpoint_dir=Path(scratch),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            labels=labels,
-            prediction=plan.objective.prediction,
-            engine=Engine(device="cpu"),
+            TrainingObjective(
+                path_named(plan.objective.path), plan.t_distribution, plan.objective.prediction
+            ),
+            TrainingRun(Path(scratch), engine=Engine(device="cpu")),
         )
     return trained.seconds / TIMED_STEPS * plan.expert.training.num_steps

@@ -197,44 +197,104 @@ class Distillation:
         return self.out.with_suffix(_WORK_SUFFIX)
 
 
+@dataclass(frozen=True)
+class StudentOptions:
+    """What the student is, and where it is written.
+
+    Raises:
+        SetupError: `--out` names no file of weights.
+    """
+
+    out: Out
+    architecture: ArchitectureFile = None
+    unconditional: Unconditional = False
+
+    def __post_init__(self) -> None:
+        if self.out.is_dir():
+            got = f"the folder {self.out.name}"
+        elif self.out.suffix != ".safetensors":
+            got = self.out.name
+        else:
+            return
+        raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
+
+
+@dataclass(frozen=True)
+class DistillationImages:
+    """The images that the student learns from: public ones, or the ensemble's own samples.
+
+    Raises:
+        SetupError: options on own samples beside public images.
+    """
+
+    data: Data = None
+    texts: Texts = None
+    num: Num = None
+
+    def __post_init__(self) -> None:
+        if self.data is None:
+            return
+        for flag, value in (("--num", self.num), ("--texts", self.texts)):
+            if value is not None:
+                raise SetupError(
+                    flag,
+                    expected=f"either {flag}, for samples of the ensemble, or --data, for public images",
+                    got=f"both, with --data {self.data}",
+                )
+
+    @property
+    def num_own_samples(self) -> int:
+        """How many samples of the ensemble are drawn."""
+        if self.data is not None:
+            return 0
+        return self.num or _DEFAULT_NUM
+
+
+@dataclass(frozen=True)
+class StudentTrainingOptions:
+    """How the student is trained."""
+
+    teacher: Teacher = None
+    start: Start = None
+    steps: Steps = None
+    seed: Seed = 0
+
+
 @grouped
 def distill(
     release: ReleaseArgument,
     *,
-    out: Out,
-    architecture: ArchitectureFile = None,
-    unconditional: Unconditional = False,
-    data: Data = None,
-    texts: Texts = None,
-    num: Num = None,
-    teacher: Teacher = None,
-    start: Start = None,
-    steps: Steps = None,
-    seed: Seed = 0,
+    student: StudentOptions,
+    source_images: DistillationImages,
+    training: StudentTrainingOptions,
     verification: Verification,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
 ) -> None:
     """Train one dense student on an ensemble's answers; verifies first."""
     # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
-    _check_out(out)
-    _check_one_source(data, num, texts)
     memory_bytes = read_memory(memory)
+    out = student.out
+    data = source_images.data
+    texts = source_images.texts
+    num_own_samples = source_images.num_own_samples
     own_architecture = None
-    if architecture is not None:
-        own_architecture = load_settings(StudentSettings, architecture).architecture
+    if student.architecture is not None:
+        own_architecture = load_settings(StudentSettings, student.architecture).architecture
+    teacher = training.teacher
     if teacher is None:
         # Labels are exact for samples of the ensemble itself. Public images have another law, under which only the
         # router's posterior at x_t is right (docs/explanation/distillation.md).
-        teacher = TeacherName.DRAWN if data else TeacherName.LABEL
-    num_own_samples = 0 if data else num or _DEFAULT_NUM
+        teacher = TeacherName.LABEL
+        if data is not None:
+            teacher = TeacherName.DRAWN
 
     opened = verification.open(release, experts_later=True)
     plan = opened.plan
     network = own_architecture or plan.expert.architecture
-    condition = _student_condition(plan, network, texts, unconditional=unconditional)
+    condition = _student_condition(plan, network, texts, unconditional=student.unconditional)
     # An expert's weights are a better start than random ones where the student has the expert's form.
-    start_weights = _start_weights(opened, start, network, condition)
+    start_weights = _start_weights(opened, training.start, network, condition)
 
     from ddm.system.memory import memory_limit
 
@@ -245,8 +305,8 @@ def distill(
         device=device,
     )
     training_changes = {
-        "num_steps": steps or plan.expert.training.num_steps,
-        "seed": seed,
+        "num_steps": training.steps or plan.expert.training.num_steps,
+        "seed": training.seed,
         # No tokens are masked: the teacher answers about whole images.
         "mask_ratio": 0.0,
     }
@@ -281,29 +341,6 @@ def distill(
     )
     say(f"Sample from it: ddm sample-student {quote(str(out))} --num 16 --out student.png")
     warn_if_expired(opened)
-
-
-def _check_out(out: Path) -> None:
-    if out.is_dir():
-        got = f"the folder {out.name}"
-    elif out.suffix != ".safetensors":
-        got = out.name
-    else:
-        return
-    raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
-
-
-def _check_one_source(data: Path | None, num: int | None, texts: Path | None) -> None:
-    """Refuse options on own samples beside public images."""
-    if data is None:
-        return
-    for flag, value in (("--num", num), ("--texts", texts)):
-        if value is not None:
-            raise SetupError(
-                flag,
-                expected=f"either {flag}, for samples of the ensemble, or --data, for public images",
-                got=f"both, with --data {data}",
-            )
 
 
 def _student_condition(
@@ -490,9 +527,9 @@ def _public_images(
 def _train(distillation: Distillation, dataset: "DistillationData") -> "FinishedTraining":
     import torch
 
-    from ddm.distillation.distill import DistillationRun
     from ddm.distillation.distill import distill as train_student
     from ddm.models import build_expert, load_expert
+    from ddm.training.loop import TrainingRun
 
     plan = distillation.opened.plan
     network = distillation.network
@@ -506,7 +543,7 @@ def _train(distillation: Distillation, dataset: "DistillationData") -> "Finished
         student = build_expert(network, shape, condition=condition, seed=distillation.training.seed)
     try:
         with progress("training the student") as show_progress, stop_on_first_signal() as stop:
-            run = DistillationRun(
+            run = TrainingRun(
                 checkpoint_dir=distillation.work / _CHECKPOINTS,
                 on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
                 should_stop=stop.is_set,

@@ -22,7 +22,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path as FilePath
 from typing import Literal, assert_never
 
 import torch
@@ -37,9 +36,9 @@ from ddm.errors import MathError, ShapeError
 from ddm.protocol.learning import TDistribution, Training, UniformT
 from ddm.sampling.strategies import draw_expert
 from ddm.system.devices import Precision, computes_in_bf16
-from ddm.training.batches import Batch
-from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, train
+from ddm.training.batches import Batch, Examples
+from ddm.training.loop import FinishedTraining, TrainingRun, train
+from ddm.training.objective import TrainingObjective
 
 Teacher = Literal["label", "drawn", "mixture"]
 """The teacher at x_t: the expert that x_0 belongs to; one drawn from the posterior at x_t; the whole mixture."""
@@ -48,29 +47,12 @@ ExpertWeights = Callable[[Tensor, Batch], Tensor]
 """Called with x_t, on the CPU, and the batch; returns the weights (B, K) of the experts in the teacher's velocity."""
 
 
-@dataclass(frozen=True)
-class DistillationRun:
-    """Where a student is trained, and who follows it; see `ddm.training.loop.train`.
-
-    Args:
-        checkpoint_dir: the run's own folder.
-        on_progress: called with the progress.
-        should_stop: called before a step.
-        engine: this machine's.
-    """
-
-    checkpoint_dir: FilePath
-    on_progress: Callable[[Progress], None]
-    should_stop: Callable[[], bool]
-    engine: Engine = Engine()
-
-
 def distill(
     ensemble: Ensemble,
     student: nn.Module,
     data: DistillationData,
     settings: Training,
-    run: DistillationRun,
+    run: TrainingRun,
     *,
     teacher: Teacher,
     source: str,
@@ -98,16 +80,10 @@ def distill(
     """
     return train(
         student,
-        data.images,
+        Examples(data.images, data.labels, data.drop),
         settings,
-        ensemble.path,
-        t_distribution,
-        checkpoint_dir=run.checkpoint_dir,
-        on_progress=run.on_progress,
-        should_stop=run.should_stop,
-        labels=data.labels,
-        drop=data.drop,
-        engine=run.engine,
+        TrainingObjective(ensemble.path, t_distribution),
+        run,
         teach=teaching(ensemble, data, teacher, source=source, precision=settings.precision),
     )
 

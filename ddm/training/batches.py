@@ -2,7 +2,7 @@
 
 # Shape legend: N images, B batch, M tokens kept, ... all data dimensions.
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
 import numpy as np
@@ -23,7 +23,7 @@ class Examples:
     """The training data of an expert.
 
     Attributes:
-        images: shape (N, ...), float32, on the CPU; in memory, or read as they are drawn.
+        images: shape (N, ...), float32; in memory, or read as they are drawn.
         labels: each image's class, int64 (N,), or text, float32 (N, L, D_text); None for an unconditional expert.
         drop: probability with which a step hides an image's class or text.
     """
@@ -41,6 +41,16 @@ class Examples:
             raise ShapeError(
                 "labels", expected=f"{len(self.images)}, one per image", got=str(len(self.labels))
             )
+
+    def on_cpu(self) -> "Examples":
+        """Return the examples on the CPU, where batches are drawn: its random numbers are the same on every machine."""
+        images = self.images
+        if isinstance(images, Tensor):
+            images = images.detach().to("cpu", torch.float32).contiguous()
+        labels = self.labels
+        if labels is not None:
+            labels = labels.detach().cpu().contiguous()
+        return replace(self, images=images, labels=labels)
 
 
 @dataclass(frozen=True)

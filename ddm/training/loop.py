@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddm.diffusion.path import Path, Prediction
 from ddm.errors import SetupError
 from ddm.images.rows import Images, feed
-from ddm.protocol.learning import TDistribution, Training
+from ddm.protocol.learning import Training
 from ddm.training.averages import kept_steps
 from ddm.training.batches import Batch, Examples, Teach, draw_batch
 from ddm.training.checkpoints import Checkpoints
 from ddm.training.config import Engine
 from ddm.training.distributed import TrainingProcess, training_process
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
+from ddm.training.objective import TrainingObjective
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
 from ddm.training.state import TrainingState
@@ -76,21 +76,41 @@ class FinishedTraining:
     flops: float
 
 
+def _ignore_progress(progress: Progress) -> None:
+    """Report a run's progress to nobody."""
+
+
+def _never_stop() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Where a model is trained, on which machine, and who follows it.
+
+    Args:
+        checkpoint_dir: the run's own folder, shared by all processes.
+        on_progress: called every few steps and at the end, in the first process; an exception that it raises ends the
+            run.
+        should_stop: called before every step, with several processes every few steps; True in one of them is enough.
+        engine: this machine's.
+        stops: see `ddm.training.state.TrainingState`.
+    """
+
+    checkpoint_dir: FilePath
+    on_progress: Callable[[Progress], None] = _ignore_progress
+    should_stop: Callable[[], bool] = _never_stop
+    engine: Engine = Engine()
+    stops: bool = True
+
+
 def train(
     model: nn.Module,
-    images: Images,
+    examples: Examples,
     settings: Training,
-    path: Path,
-    t_distribution: TDistribution,
+    objective: TrainingObjective,
+    run: TrainingRun,
     *,
-    checkpoint_dir: FilePath,
-    on_progress: Callable[[Progress], None],
-    should_stop: Callable[[], bool],
-    prediction: Prediction = "velocity",
-    labels: Tensor | None = None,
-    drop: float = 0.0,
-    engine: Engine = Engine(),
-    stops: bool = True,
     teach: Teach | None = None,
     private: PrivateTraining | None = None,
 ) -> FinishedTraining:
@@ -99,19 +119,10 @@ def train(
     Args:
         model: freshly built; called as ``model(x_B, t_B)``, with labels as ``model(x_B, t_B, c)``. Afterwards it holds
             the last weights, not the averaged ones, where the engine computes.
-        images: shape (N, ...), float32, in the plan's range; in memory, or read as they are drawn.
+        examples: the images, in the plan's range, and their labels.
         settings: the plan's recipe.
-        path: the probability path.
-        t_distribution: of the training times.
-        checkpoint_dir: the run's own folder, shared by all processes.
-        on_progress: called every few steps and at the end, in the first process; an exception that it raises ends the
-            run.
-        should_stop: called before every step, with several processes every few steps; True in one of them is enough.
-        prediction: what the model predicts.
-        labels: each image's class, int64 (N,), or text, float32 (N, L, D_text).
-        drop: probability with which a step hides an image's label from the model.
-        engine: this machine's.
-        stops: see `ddm.training.state.TrainingState`.
+        objective: what the model predicts.
+        run: where it is trained.
         teach: replaces the target at a step's x_t, as in `ddm.distillation.distill`; None trains on the images' own.
         private: trains privately, see `ddm.training.private`; without a teacher.
 
@@ -123,53 +134,77 @@ def train(
         NumericalError: loss or gradient is no longer finite; the last checkpoint is from before that.
         SetupError: the checkpoints belong to another run, the machine lacks a device or processes that the engine
             needs, or the GPU has too little memory.
-        DataError: no images.
-        ShapeError: not one label per image, or a recipe for another kind of model.
+        DataError: private training without a unit for each image.
+        ShapeError: a recipe for another kind of model.
     """
-    # Batches are drawn on the CPU, whose random numbers are the same on every machine.
-    if isinstance(images, Tensor):
-        images = images.detach().to("cpu", torch.float32).contiguous()
-    if labels is not None:
-        labels = labels.detach().cpu().contiguous()
-    examples = Examples(images, labels, drop)
-    if private:
-        check_engine(engine)
-    process = _training_process(engine, settings)
+    if private is not None:
+        check_engine(run.engine)
+    examples = examples.on_cpu()
+    process = _training_process(run.engine, settings)
     num_tokens = tokens_of(model, settings)
-    # The engine is not among it: a run goes on with another number of processes or on another device.
-    recipe: list[object] = [
-        settings.model_dump(),
-        repr(path),
-        t_distribution.model_dump(),
-        prediction,
-    ]
+    recipe = _recipe(settings, objective, teach, private)
+    # Before the first step: the digest covers the initial weights.
+    checkpoints = Checkpoints(run.checkpoint_dir, _run_digest(recipe, examples, model))
     num_samples = settings.batch_size
-    if teach:
-        recipe.append(teach.digest)
-    elif private:
-        recipe += private.recipe
-    if private:
+    if private is not None:
         # As the plan implies it: how many images a unit has stays hidden.
         num_samples = private.terms.units_per_step * private.terms.draws
-    # Before the first step: the digest covers the initial weights.
-    checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
     flops = num_samples * _flops(model, examples, settings, num_tokens)
-    state = TrainingState(model, settings, process, engine.accumulate, stops=stops)
+    state = TrainingState(model, settings, process, run.engine.accumulate, stops=run.stops)
     state.restore(checkpoints)
-    steps_of_averages = kept_steps(settings)
+    steps: _Steps
+    if private is not None:
+        steps = PrivateSteps(state, private, examples, objective)
+    else:
+        steps = _BatchSteps(state, examples, objective, num_tokens, teach)
+    _take_steps(state, steps, checkpoints, run)
+    return FinishedTraining(
+        ema=state.averaged(),
+        steps=state.step,
+        loss=state.finite_loss(),
+        seconds=state.seconds,
+        flops=flops,
+    )
+
+
+def _recipe(
+    settings: Training,
+    objective: TrainingObjective,
+    teach: Teach | None,
+    private: PrivateTraining | None,
+) -> list[object]:
+    """Return what a run is trained by; the engine is not part of it, so that a run may go on with another one."""
+    recipe: list[object] = [
+        settings.model_dump(),
+        repr(objective.path),
+        objective.t_distribution.model_dump(),
+        objective.prediction,
+    ]
+    if teach is not None:
+        recipe.append(teach.digest)
+    elif private is not None:
+        recipe += private.recipe
+    return recipe
+
+
+def _take_steps(
+    state: TrainingState, steps: "_Steps", checkpoints: Checkpoints, run: TrainingRun
+) -> None:
+    """Take the steps that the recipe still has, and write averages and checkpoints at theirs.
+
+    Raises:
+        KeyboardInterrupt, NumericalError, SetupError: see `train`.
+    """
+    process = state.process
+    num_steps = state.settings.num_steps
+    steps_of_averages = kept_steps(state.settings)
     started_at = time.monotonic()
     first_step = state.step
     seconds_before = state.seconds
-
-    steps: _Steps = _BatchSteps(
-        state, examples, path, prediction, t_distribution, num_tokens, teach
-    )
-    if private:
-        steps = PrivateSteps(state, private, examples, path, prediction, t_distribution)
     threads = drawing_threads(process.device, process.num_processes)
-    with drawn_ahead(steps.draw, first_step, settings.num_steps, threads) as next_batch:
-        while state.step < settings.num_steps:
-            if _stopped(process, state.step, should_stop):
+    with drawn_ahead(steps.draw, first_step, num_steps, threads) as next_batch:
+        while state.step < num_steps:
+            if _stopped(process, state.step, run.should_stop):
                 # Without a step the checkpoint that the run began from is still the newest.
                 if state.step > first_step:
                     state.save(checkpoints)
@@ -177,26 +212,26 @@ def train(
             try:
                 steps.advance(next_batch())
             except torch.OutOfMemoryError as error:
-                raise _too_large(engine) from error
+                raise _too_large(run.engine) from error
             elapsed_s = time.monotonic() - started_at
             state.seconds = seconds_before + elapsed_s
-            is_last = state.step == settings.num_steps
+            is_last = state.step == num_steps
             if is_last or state.step % PROGRESS_STEPS == 0:
                 # Every process takes part in the sum of the loss; the first one reports it.
                 progress = Progress(
                     step=state.step,
-                    num_steps=settings.num_steps,
+                    num_steps=num_steps,
                     loss=state.finite_loss(),
                     steps_per_second=(state.step - first_step) / elapsed_s,
                     seconds=state.seconds,
                 )
                 if process.rank == 0:
-                    on_progress(progress)
+                    run.on_progress(progress)
             # Before the checkpoint. After a crash between the two the step is taken again and the averages are written
             # again; in the other order they would be missing for good.
             if state.step in steps_of_averages:
-                state.keep_averages(checkpoint_dir)
-            if is_last or state.step % settings.checkpoint_steps == 0:
+                state.keep_averages(run.checkpoint_dir)
+            if is_last or state.step % state.settings.checkpoint_steps == 0:
                 state.save(checkpoints)
 
     num_lost = int(state.num_lost)
@@ -206,7 +241,6 @@ def train(
             num_lost,
             state.step - first_step,
         )
-    return FinishedTraining(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
 
 
 class _Steps(Protocol):
@@ -227,22 +261,24 @@ class _BatchSteps:
 
     state: TrainingState
     examples: Examples
-    path: Path
-    prediction: Prediction
-    distribution: TDistribution
+    objective: TrainingObjective
     num_tokens: int
     teach: Teach | None
 
     def draw(self, step: int) -> Batch:
         batch = draw_batch(
-            self.examples, self.state.settings, step, self.distribution, self.num_tokens
+            self.examples,
+            self.state.settings,
+            step,
+            self.objective.t_distribution,
+            self.num_tokens,
         )
         if self.state.process.device.type == "cuda":
             return batch.pinned()
         return batch
 
     def advance(self, drawn: Batch) -> None:
-        self.state.advance(drawn, self.path, self.prediction, self.teach)
+        self.state.advance(drawn, self.objective, self.teach)
 
 
 def _training_process(engine: Engine, settings: Training) -> TrainingProcess:

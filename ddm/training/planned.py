@@ -19,8 +19,10 @@ from ddm.protocol.architecture import NoCondition
 from ddm.protocol.base import File
 from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, train
+from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from ddm.training.private import PrivateTraining
 
 _MAX_SEED = 2**63
@@ -122,20 +124,19 @@ class PlannedExpert:
         objective = plan.objective.of(self.silo_id)
         condition = plan.condition
         labels = tensors.get("labels")
+        if not isinstance(labels, Tensor):
+            labels = None
+        drop = 0.0
+        if not isinstance(condition, NoCondition):
+            drop = condition.drop
         trained = train(
             self.start(),
-            tensors["images"],
+            Examples(tensors["images"], labels, drop),
             plan.expert.training.model_copy(update={"seed": self.seed}),
-            path_named(objective.path),
-            plan.t_distribution,
-            checkpoint_dir=checkpoints,
-            on_progress=on_progress,
-            should_stop=should_stop,
-            prediction=objective.prediction,
-            labels=labels if isinstance(labels, Tensor) else None,
-            drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
-            engine=self.engine,
-            stops=self.stops,
+            TrainingObjective(
+                path_named(objective.path), plan.t_distribution, objective.prediction
+            ),
+            TrainingRun(checkpoints, on_progress, should_stop, self.engine, self.stops),
             private=self._private(tensors.get("units"), secret),
         )
         if not trained.ema:

@@ -21,15 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddm.diffusion.path import Path, Prediction
 from ddm.errors import DataError, SetupError
 from ddm.privacy.noise import Octets, rounded_gaussian
 from ddm.privacy.secret_stream import SecretStream, name_of_secret, secret_generator
-from ddm.protocol.learning import TDistribution
 from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.augmentation import augmented
 from ddm.training.batches import Examples, draw_times, hide, rows
 from ddm.training.config import Engine
+from ddm.training.objective import TrainingObjective
 from ddm.training.state import TrainingState
 from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 
@@ -145,9 +144,7 @@ class PrivateSteps:
         state: of the run.
         private: see `PrivateTraining`.
         examples: the images.
-        path: the probability path.
-        prediction: what the model predicts.
-        distribution: of the times.
+        objective: what the model predicts.
 
     Raises:
         DataError: not one unit per image.
@@ -158,9 +155,7 @@ class PrivateSteps:
         state: TrainingState,
         private: PrivateTraining,
         examples: Examples,
-        path: Path,
-        prediction: Prediction,
-        distribution: TDistribution,
+        objective: TrainingObjective,
     ) -> None:
         if len(private.unit_N) != len(examples.images):
             raise DataError(
@@ -171,8 +166,8 @@ class PrivateSteps:
         self._state = state
         self._private = private
         self._examples = examples
-        self._distribution = distribution
-        self._loss = UnitLoss(state.model, state.settings, path, prediction, state.in_bf16)
+        self._objective = objective
+        self._loss = UnitLoss(state.model, state.settings, objective, state.in_bf16)
         self._num_weights = sum(weight.numel() for weight in state.weights)
 
     def draw(self, step: int) -> list[UnitSamples]:
@@ -246,7 +241,7 @@ class PrivateSteps:
         x_0 = augmented(rows(self._examples.images, chosen), self._state.settings, random)
         eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
         # One time in each quantile, in order; a permutation gives them to the samples at random.
-        ordered_S = draw_times(self._distribution, len(chosen), random)
+        ordered_S = draw_times(self._objective.t_distribution, len(chosen), random)
         t_S = ordered_S[torch.from_numpy(random.permutation(len(chosen)))]
         condition = None
         if self._examples.labels is not None:

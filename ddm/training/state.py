@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import Path, Prediction, target_of, x_t
+from ddm.diffusion.path import target_of, x_t
 from ddm.errors import NumericalError, SetupError
 from ddm.protocol.learning import Training
 from ddm.protocol.submission import MAX_LOSS
@@ -25,6 +25,7 @@ from ddm.training.batches import Batch, Teach
 from ddm.training.checkpoints import Checkpoints
 from ddm.training.distributed import TrainingProcess
 from ddm.training.masking import kept_patches
+from ddm.training.objective import TrainingObjective
 from ddm.training.schedule import learning_rate
 from ddm.training.weighting import loss_weights, weighted_mean
 
@@ -87,7 +88,7 @@ class TrainingState:
         self.seconds = 0.0
 
     def advance(
-        self, batch: Batch, path: Path, prediction: Prediction, teach: Teach | None = None
+        self, batch: Batch, objective: TrainingObjective, teach: Teach | None = None
     ) -> None:
         """Take one step; every process gets the same batch and takes its part, with the teacher's target if any."""
         share = torch.zeros_like(self.loss)
@@ -102,7 +103,7 @@ class TrainingState:
             if teach is not None:
                 part = teach(part)
             with self.process.gathering(last=index == self.accumulate - 1):
-                loss = self._loss(part, path, prediction) * share_of_batch
+                loss = self._loss(part, objective) * share_of_batch
                 # Processes average their gradients, but their shares of the loss add up.
                 torch.autograd.backward(loss * self.process.num_processes)
             share += loss.detach()
@@ -144,8 +145,10 @@ class TrainingState:
         self.num_lost += lost
         return torch.where(lost, self.loss, share)
 
-    def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
+    def _loss(self, part: Batch, objective: TrainingObjective) -> Tensor:
         """Return the weighted mean squared error per value, of the kept tokens only where tokens are masked."""
+        path = objective.path
+        prediction = objective.prediction
         target = target_of(path, prediction, part.x_0, part.eps, part.t_B)
         inputs = [x_t(path, part.x_0, part.eps, part.t_B), part.t_B]
         if part.condition is not None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ddm.diffusion.path import Path, Prediction, target_of, x_t
+from ddm.diffusion.path import target_of, x_t
 from ddm.protocol.learning import Training
+from ddm.training.objective import TrainingObjective
 from ddm.training.weighting import loss_weights
 
 Weights = Mapping[str, Tensor]
@@ -57,26 +58,26 @@ class UnitLoss:
     Attributes:
         model: called as ``model(x_B, t_B)``, or with a condition.
         settings: the plan's recipe.
-        path: the probability path.
-        prediction: what the model predicts.
+        objective: what the model predicts.
         in_bf16: whether products are bfloat16; gradients are float32 in any case.
     """
 
     model: nn.Module
     settings: Training
-    path: Path
-    prediction: Prediction
+    objective: TrainingObjective
     in_bf16: bool = False
 
     def of_samples(self, weights: Weights, fields: Sequence[Tensor]) -> Tensor:
         """Return each sample's loss, shape (B,); fields as `UnitSamples.fields`."""
         x_0, eps, t_B, *condition = fields
+        path = self.objective.path
+        prediction = self.objective.prediction
         with torch.autocast(x_0.device.type, torch.bfloat16, enabled=self.in_bf16):
-            inputs = (x_t(self.path, x_0, eps, t_B), t_B, *condition)
+            inputs = (x_t(path, x_0, eps, t_B), t_B, *condition)
             prediction_B = functional_call(self.model, dict(weights), inputs)
-        target_B = target_of(self.path, self.prediction, x_0, eps, t_B)
+        target_B = target_of(path, prediction, x_0, eps, t_B)
         loss_B: Tensor = (prediction_B.float() - target_B).square().flatten(1).mean(1)
-        weight_B = loss_weights(self.settings.loss_weighting, self.path, self.prediction, t_B)
+        weight_B = loss_weights(self.settings.loss_weighting, path, prediction, t_B)
         if weight_B is None:
             return loss_B
         return loss_B * weight_B.to(loss_B)

@@ -20,8 +20,10 @@ from ddm.audit.effort import effort_of
 from ddm.audit.running import draw_samples, score_images
 from ddm.diffusion.path import path_named
 from ddm.models import build_expert
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import train
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 
 HELD, MEMBERS = 300, 300
 
@@ -52,14 +54,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             train(
                 network,
-                learned,
+                Examples(learned),
                 recipe,
-                path,
-                plan.t_distribution,
-                checkpoint_dir=Path(folder),
-                on_progress=lambda told: None,
-                should_stop=lambda: False,
-                engine=Engine(device=asked.device),
+                TrainingObjective(path, plan.t_distribution),
+                TrainingRun(Path(folder), engine=Engine(device=asked.device)),
             )
         seconds[name] = time.monotonic() - started
         return network.eval().requires_grad_(False).to(device)

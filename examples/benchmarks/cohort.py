@@ -37,8 +37,10 @@ from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.statistics import Budget
 from ddm.statistics.base import StatisticSource
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import train
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from silo.config import Site
 from silo.data.cohort import CohortRequest, load_cohort
 from silo.images.source import FOLDER, ImageSource
@@ -186,14 +188,10 @@ def stages(folder: Path) -> None:
         f"train {STEPS} steps",
         lambda: train(
             build_expert(plan.expert.architecture, plan.expert_shape),
-            select(cohort.images, torch.arange(1, len(cohort.images))),
+            Examples(select(cohort.images, torch.arange(1, len(cohort.images)))),
             plan.expert.training,
-            path_named(plan.objective.path),
-            plan.t_distribution,
-            checkpoint_dir=private / "checkpoints",
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            engine=Engine(device="cpu"),
+            TrainingObjective(path_named(plan.objective.path), plan.t_distribution),
+            TrainingRun(private / "checkpoints", engine=Engine(device="cpu")),
         ),
     )
     groups = files.clusters.group_F[fine_N]

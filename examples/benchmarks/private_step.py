@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ddm.diffusion.path import path_named
 from ddm.models import build_expert
 from ddm.models.adaptation import LoraLinear, adapt
 from ddm.privacy.secret_stream import SecretStream
 from ddm.protocol.architecture import Architecture, Dit, Unet
 from ddm.protocol.learning import FullAdaptation, LoraAdaptation, Training
+from ddm.training.objective import TrainingObjective
 from ddm.training.private import clipped, noise_of
 from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 
@@ -196,7 +196,7 @@ def timed(
     times = torch.rand(num, samples, device=device)
     batch = UnitSamples(x_0, torch.randn_like(x_0), times)
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    loss = UnitLoss(model, RECIPE, path_named("linear"), "velocity")
+    loss = UnitLoss(model, RECIPE, TrainingObjective())
     ways = {"plain": by_plain, "loop": by_loop, "vmap": by_vmap}
     if adaptation == "lora":
         ways["hooks"] = by_hooks

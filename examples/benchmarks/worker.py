@@ -23,10 +23,12 @@ from support.targets import Target, report_targets
 
 from ddm.diffusion.path import path_named
 from ddm.protocol.base import sha256_hex
+from ddm.training.batches import Examples
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder
 from ddm.training.jobs import TrainingTask, train_job
-from ddm.training.loop import Progress, train
+from ddm.training.loop import Progress, TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from ddm.training.planned import PlannedExpert
 from silo.worker.progress import NOTE_S
 from silo.worker.state import State, save_state
@@ -73,14 +75,10 @@ def spent(kind: str, images: torch.Tensor, num_steps: int) -> float:
         if kind == "bare":
             train(
                 expert.start(),
-                images,
+                Examples(images),
                 plan.expert.training,
-                path_named(plan.objective.path),
-                plan.t_distribution,
-                checkpoint_dir=folder,
-                on_progress=lambda progress: None,
-                should_stop=lambda: False,
-                engine=settings.engine,
+                TrainingObjective(path_named(plan.objective.path), plan.t_distribution),
+                TrainingRun(folder, engine=settings.engine),
             )
         else:
             train_job(

@@ -21,7 +21,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.evaluation.classifier import Classifier, train_classifier
 from ddm.evaluation.intervals import Estimate
@@ -33,7 +32,9 @@ from ddm.protocol.base import Model
 from ddm.protocol.data import DataSpec
 from ddm.system.console import UNBROKEN, human_flops, progress, say, table
 from ddm.training.averages import average_of_width
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from examples.paper.recipes import ROWS, SHAPE, Row
 from examples.paper.tables.clock import ended
 from examples.paper.tables.data import Part, read_world
@@ -141,19 +142,19 @@ def _measure(
     )
     model = build_expert(row.network, SHAPE, condition=told, seed=seed)
     settings = row.training.model_copy(update={"seed": seed})
+    examples = Examples(part.images)
+    if row.drop is not None:
+        examples = Examples(part.images, part.label_N, row.drop)
     with tempfile.TemporaryDirectory() as scratch:
         with progress(f"{name}: training") as tell:
             trained = train(
                 model,
-                part.images,
+                examples,
                 settings,
-                LinearPath(),
-                row.times,
-                checkpoint_dir=Path(scratch),
-                on_progress=lambda done: tell(done.step, done.num_steps),
-                should_stop=lambda: False,
-                labels=None if row.drop is None else part.label_N,
-                drop=row.drop or 0.0,
+                TrainingObjective(t_distribution=row.times),
+                TrainingRun(
+                    Path(scratch), on_progress=lambda done: tell(done.step, done.num_steps)
+                ),
             )
         averages: dict[float | None, dict[str, Tensor]] = {None: trained.ema}
         if row.widths:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from aggregator.intake.drawn import Gallery, PublicSet
 from aggregator.intake.screening import ExpertFigures, fresh_rms
 from aggregator.intake.trial import Trial
-from ddm.diffusion.path import LinearPath
 from ddm.encoders import PcaEncoder
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
 from ddm.models import build_expert
@@ -36,9 +35,11 @@ from ddm.protocol.architecture import (
     Unet,
 )
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.learning import Adaptation, FullAdaptation, LoraAdaptation, Training, UniformT
+from ddm.protocol.learning import Adaptation, FullAdaptation, LoraAdaptation, Training
 from ddm.system.console import table
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from examples.screening.measure import answer_of, federations, figures, judge, recipe, trial_of
 
 SHAPE, NUM_SECRETS, ALONE = (1, 8, 8), 3, (0, 1, 3, 8)
@@ -94,15 +95,10 @@ def fit(
     with tempfile.TemporaryDirectory() as folder:
         return train(
             model,
-            images,
+            Examples(images, told, TEXTS.drop),
             training,
-            LinearPath(),
-            UniformT(),
-            checkpoint_dir=Path(folder),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            labels=told,
-            drop=0.0 if told is None else TEXTS.drop,
+            TrainingObjective(),
+            TrainingRun(Path(folder)),
         ).ema
 
 

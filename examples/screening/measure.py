@@ -38,7 +38,9 @@ from ddm.protocol.architecture import Architecture, ClassCondition, Condition, D
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.learning import ExpertObjective, LogitNormalT, TDistribution, Training, UniformT
 from ddm.system.console import table
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 
 SHAPE, NUM_PUBLIC, FEWEST = (1, 8, 8), 400, 40
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
@@ -90,15 +92,10 @@ def fit(
     with tempfile.TemporaryDirectory() as folder:
         return train(
             build_expert(architecture, SHAPE, condition=NoCondition() if told is None else CLASSES),
-            images,
+            Examples(images, told, CLASSES.drop),
             training,
-            LinearPath(),
-            times,
-            checkpoint_dir=Path(folder),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            labels=told,
-            drop=0.0 if told is None else CLASSES.drop,
+            TrainingObjective(t_distribution=times),
+            TrainingRun(Path(folder)),
         ).ema
 
 

@@ -24,11 +24,13 @@ from world import SHARES, SILOS, World, islands
 
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble, mix_velocity
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.routers.base import log_prior, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 
 # Shape legend: B batch, K silos, G public groups, D = 2 dimensions.
 
@@ -74,13 +76,10 @@ def train_expert(points: Tensor, folder: Path, seed: int, num_steps: int) -> nn.
     )
     trained = train(
         field,
-        points,
+        Examples(points),
         settings,
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=folder,
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
+        TrainingObjective(),
+        TrainingRun(folder),
     )
     field.load_state_dict(trained.ema)
     return field.eval().requires_grad_(False)

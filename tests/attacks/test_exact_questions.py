@@ -19,7 +19,6 @@ from torch import nn
 
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
-from ddm.diffusion.path import path_named
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.non_finite import replace_non_finite
 from ddm.errors import DataError, NumericalError
@@ -30,13 +29,14 @@ from ddm.partition.nearest import NearestCentroid
 from ddm.protocol.base import File, Unit
 from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.learning import UniformT
 from ddm.protocol.submission import MAX_LOSS
 from ddm.protocol.transform import TransformSpec
 from ddm.routers.sketch import Sketch
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
 from ddm.training.distributed import training_process
-from ddm.training.loop import train
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from ddm.training.state import TrainingState
 from silo.data.declared import check_values, facts_of
 from silo.data.transformed import LEFT_OUT, NOT_TAKEN
@@ -500,14 +500,10 @@ def test_training_whose_gradient_overflows_for_one_image_goes_on_at_a_silo(
     def run() -> Any:
         return train(
             Overflowing(),
-            held,
+            Examples(held),
             training(num_steps=30, batch_size=2),
-            path_named("linear"),
-            UniformT(),
-            checkpoint_dir=tmp_path,
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            stops=stops,
+            TrainingObjective(),
+            TrainingRun(tmp_path, stops=stops),
         )
 
     if stops:

@@ -6,7 +6,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from ddm.diffusion.path import LinearPath
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.footprint import (
     autoencoder_size,
@@ -32,13 +31,13 @@ from ddm.protocol.architecture import (
     Unet,
 )
 from ddm.protocol.latent import AutoencoderKlLatent
-from ddm.protocol.learning import UniformT
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
 from ddm.training.distributed import training_process
+from ddm.training.objective import TrainingObjective
 from ddm.training.private import PrivateSteps, PrivateTraining
 from ddm.training.state import TrainingState
 from tests.support.documents import plan_document, to_bytes
@@ -150,7 +149,7 @@ def test_memory_of_a_private_step_is_bracketed() -> None:
 
     def step() -> None:
         state = TrainingState(model, expert.training, training_process(Engine(device="cpu")), 1)
-        steps = PrivateSteps(state, private, images, LinearPath(), "velocity", UniformT())
+        steps = PrivateSteps(state, private, images, TrainingObjective())
         steps.advance(steps.draw(0))
 
     needed = training_bytes(asked) - expert_size(asked).bytes

@@ -16,9 +16,11 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.release import open_release
 from ddm.models import build_expert
 from ddm.protocol.architecture import Dit
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.system.console import run_app
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from tests.support.federation import TinyFederation, images, recipe
 
 SIZES = {"east": 60, "north": 90}
@@ -107,13 +109,14 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
     tiny = TinyFederation.create(tmp_path / "tiny", SIZES)
     base = train(
         build_expert(Dit.model_validate(ARCHITECTURE), (1, 4, 4), seed=7),
-        torch.from_numpy(np.concatenate([images(120, centre, seed=91) for centre in (-0.5, 0.5)])),
+        Examples(
+            torch.from_numpy(
+                np.concatenate([images(120, centre, seed=91) for centre in (-0.5, 0.5)])
+            )
+        ),
         Training.model_validate(TRAINING),
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=tmp_path / "base",
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
+        TrainingObjective(),
+        TrainingRun(tmp_path / "base"),
     ).ema
     save_tensors(tmp_path / "base.safetensors", base)
     chosen = recipe(

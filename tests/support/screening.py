@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
 from ddm.models.layers import TIME_FEATURES
 from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition
-from ddm.protocol.learning import Training, UniformT
-from ddm.training.loop import train
+from ddm.protocol.learning import Training
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from tests.support.federation import images
 
 SHAPE = (1, 4, 4)
@@ -46,15 +47,10 @@ def train_expert(
     """Train one expert."""
     return train(
         build_expert(ARCHITECTURE, SHAPE, condition=condition, seed=training.seed),
-        made_of,
+        Examples(made_of, labels, condition.drop if isinstance(condition, ClassCondition) else 0.0),
         training,
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=folder,
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
-        labels=labels,
-        drop=condition.drop if isinstance(condition, ClassCondition) else 0.0,
+        TrainingObjective(),
+        TrainingRun(folder),
     ).ema
 
 

@@ -12,11 +12,13 @@ from ddm.diffusion.path import LinearPath
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
 from ddm.models import build_expert
 from ddm.protocol.architecture import Dit
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import Progress, train
+from ddm.training.loop import Progress, TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from support.measuring import say
 
 ARCHITECTURE = Dit(patch=2, hidden=64, depth=3, heads=4)
@@ -77,14 +79,10 @@ def _train(expert: nn.Module, images: Tensor, folder: Path, num_steps: int) -> d
     folder.mkdir(parents=True, exist_ok=True)
     done = train(
         expert,
-        images,
+        Examples(images),
         recipe,
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=folder,
-        on_progress=tell,
-        should_stop=lambda: False,
-        engine=Engine(device="cpu"),
+        TrainingObjective(),
+        TrainingRun(folder, on_progress=tell, engine=Engine(device="cpu")),
     )
     return done.ema
 

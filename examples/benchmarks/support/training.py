@@ -6,12 +6,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
 from ddm.protocol.architecture import Dit
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, train
+from ddm.training.loop import FinishedTraining, TrainingRun, train
+from ddm.training.objective import TrainingObjective
 
 
 def train_expert(
@@ -23,13 +24,9 @@ def train_expert(
         started = time.perf_counter()
         trained = train(
             model,
-            images,
+            Examples(images),
             settings,
-            LinearPath(),
-            UniformT(),
-            checkpoint_dir=Path(folder),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            engine=Engine(device="cpu"),
+            TrainingObjective(),
+            TrainingRun(Path(folder), engine=Engine(device="cpu")),
         )
         return trained, time.perf_counter() - started

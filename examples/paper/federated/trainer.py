@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import LinearPath
 from ddm.errors import NumericalError
 from ddm.models import build_expert
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.learning import LogitNormalT
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining
+from ddm.training.loop import FinishedTraining, TrainingRun
 from ddm.training.loop import train as train_model
+from ddm.training.objective import TrainingObjective
 from examples.paper.federated.flattening import WEIGHTS, flat, named
 from examples.paper.federated.handing import ANSWERED, ASKED, hand, handed, trainer_folder
 from examples.paper.federated.terms import Terms
@@ -87,14 +88,10 @@ def learn(
     with tempfile.TemporaryDirectory() as checkpoints:
         trained = train_model(
             model,
-            images,
+            Examples(images),
             settings,
-            LinearPath(),
-            LogitNormalT(),
-            checkpoint_dir=Path(checkpoints),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            engine=Engine(device=terms.device),
+            TrainingObjective(t_distribution=LogitNormalT()),
+            TrainingRun(Path(checkpoints), engine=Engine(device=terms.device)),
         )
     newest = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     return (trained.ema if last else newest), trained

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor, nn
 
-from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.models import build_expert
 from ddm.protocol.architecture import Dit
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.routers.base import Router
 from ddm.sampling.strategies import Full, Lock, Strategy
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from examples.paper.privacy.public import PublicParts
 from examples.paper.privacy.results import Shares
 from examples.paper.privacy.worlds import World
@@ -54,13 +55,10 @@ def train_experts(
         expert = build_expert(architecture(world), shape, seed=seed)
         trained = train(
             expert,
-            images,
+            Examples(images),
             settings,
-            LinearPath(),
-            UniformT(),
-            checkpoint_dir=folder / f"expert-{k}",
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
+            TrainingObjective(),
+            TrainingRun(folder / f"expert-{k}"),
         )
         expert.load_state_dict(trained.ema)
         experts.append(expert.eval().requires_grad_(False))

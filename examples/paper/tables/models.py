@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.io.files import write_atomic
 from ddm.io.tensors import save_tensors
@@ -22,8 +21,10 @@ from ddm.protocol.routers import CountsSettings, SamplesSettings
 from ddm.routers.samples import training_flops as router_flops
 from ddm.system.console import progress
 from ddm.system.devices import device_named
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, train
+from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from examples.paper.recipes import ROWS as RECIPES
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import World
@@ -211,18 +212,20 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
     ) -> FinishedTraining:
+        label_N = None
+        if source.conditional:
+            label_N = part.label_N
+        drop = 0.0
+        if not isinstance(condition, NoCondition):
+            drop = condition.drop
         return train(
             model,
-            part.images,
+            Examples(part.images, label_N, drop),
             settings,
-            LinearPath(),
-            times,
-            checkpoint_dir=checkpoints,
-            on_progress=on_progress,
-            should_stop=should_stop,
-            labels=part.label_N if source.conditional else None,
-            drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
-            engine=engine,
+            TrainingObjective(t_distribution=times),
+            TrainingRun(
+                checkpoints, on_progress=on_progress, should_stop=should_stop, engine=engine
+            ),
         )
 
     shop.trained(name, source.conditional, settings, run)

@@ -6,14 +6,14 @@ from pathlib import Path
 from torch import nn
 
 from ddm.distillation.dataset import DistillationData, SampleRecipe, own_samples
-from ddm.distillation.distill import DistillationRun, distill
+from ddm.distillation.distill import distill
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.models import count_flops
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.learning import LogitNormalT
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress
+from ddm.training.loop import FinishedTraining, Progress, TrainingRun
 from examples.paper.tables.models import RECORD, Made, Workshop
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Student
@@ -62,7 +62,7 @@ def student(
             model,
             data,
             settings,
-            DistillationRun(checkpoints, on_progress, should_stop, engine),
+            TrainingRun(checkpoints, on_progress, should_stop, engine),
             teacher=source.teacher,
             source=teachers.ensemble.release,
             t_distribution=LogitNormalT(),

@@ -18,10 +18,12 @@ from ddm.evaluation.neighbours import nearest_in_blocks
 from ddm.models import build_expert
 from ddm.privacy.accounting import noise_multiplier_for
 from ddm.protocol.architecture import Dit
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.protocol.limits import Audit
 from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from ddm.training.private import PrivateTraining
 
 SHAPE = (1, 6, 6)
@@ -169,13 +171,10 @@ def trained(
         expert.load_state_dict(start.state_dict())
     result = train(
         expert.requires_grad_(True),
-        images,
+        Examples(images),
         recipe,
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=folder,
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
+        TrainingObjective(),
+        TrainingRun(folder),
         private=private,
     )
     expert.load_state_dict(result.ema)

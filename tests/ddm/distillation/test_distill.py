@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddm.diffusion.path import LinearPath, PathName, Velocity, path_named, velocity, x_t
 from ddm.distillation.dataset import DistillationData, SampleRecipe, by_cluster, own_samples
-from ddm.distillation.distill import DistillationRun, Teacher, distill, teaching
+from ddm.distillation.distill import Teacher, distill, teaching
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, MathError, NumericalError, SetupError, ShapeError
 from ddm.loading.ensemble import on_path
@@ -21,7 +21,7 @@ from ddm.protocol.learning import ExpertObjective, Training
 from ddm.protocol.manifest import PublishedExpert
 from ddm.training.batches import Batch
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining
+from ddm.training.loop import FinishedTraining, TrainingRun
 from tests.ddm.training.test_objectives import LEARNED, exact_expert
 from tests.support.errors import has_subject
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
@@ -98,7 +98,7 @@ def taught(
         small(),
         lessons,
         settings(num_steps),
-        DistillationRun(folder, lambda progress: None, should_stop, engine),
+        TrainingRun(folder, should_stop=should_stop, engine=engine),
         teacher=teacher,
         source=source,
     )

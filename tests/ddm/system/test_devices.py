@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddm.diffusion.path import Expert, LinearPath
 from ddm.distillation.dataset import SampleRecipe, own_samples
-from ddm.distillation.distill import DistillationRun, distill
+from ddm.distillation.distill import distill
 from ddm.distillation.student import load_student
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
 from ddm.encoders.text import TextEncoder, pin
@@ -36,6 +36,7 @@ from ddm.routers.labelled import Labelled
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.system.devices import computes_in_bf16, device_named
 from ddm.training.config import Engine
+from ddm.training.loop import TrainingRun
 from tests.conftest import PublishedRelease
 from tests.ddm.cli.test_distill import distilled
 from tests.ddm.training.test_loop import Run, same_bytes, settings
@@ -227,10 +228,8 @@ def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
             build_expert(plan.expert.architecture, plan.expert_shape),
             lessons,
             settings(num_steps=3),
-            DistillationRun(
-                checkpoint_dir=tmp_path / name / teacher,
-                on_progress=lambda progress: None,
-                should_stop=lambda: False,
+            TrainingRun(
+                tmp_path / name / teacher,
                 engine=Engine(device=device),  # type: ignore[arg-type]
             ),
             teacher=teacher,  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import CosinePath, LinearPath
+from ddm.diffusion.path import CosinePath
 from ddm.errors import DataError, MathError, NumericalError, SetupError, ShapeError
 from ddm.models import build_expert, training_flops
 from ddm.protocol.architecture import Dit
@@ -24,7 +24,8 @@ from ddm.protocol.learning import LogitNormalT, Training, UniformT
 from ddm.training.averages import average_of_width, averaging_weight
 from ddm.training.batches import Examples, draw_batch, draw_times
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, train
+from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from tests.support.errors import has_subject
 from tests.support.threads import THREADS
 
@@ -65,15 +66,15 @@ class Run:
     def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> FinishedTraining:
         return train(
             self.model,
-            self.data,
+            Examples(self.data, self.labels),
             self.recipe,
-            LinearPath(),
-            UniformT(),
-            checkpoint_dir=self.folder,
-            on_progress=self.told.append,
-            should_stop=should_stop,
-            engine=self.engine,
-            labels=self.labels,
+            TrainingObjective(),
+            TrainingRun(
+                self.folder,
+                on_progress=self.told.append,
+                should_stop=should_stop,
+                engine=self.engine,
+            ),
         )
 
 
@@ -290,22 +291,20 @@ def test_loss_reaches_the_known_optimum_when_the_data_is_gaussian(tmp_path: Path
 
 
 def test_prediction_of_eps_and_another_path_train_to_other_weights(tmp_path: Path) -> None:
-    def trained(name: str, **changes: object) -> dict[str, Tensor]:
+    def trained(name: str, objective: TrainingObjective) -> dict[str, Tensor]:
         return train(
             build_expert(SMALL, SHAPE),
-            images(),
+            Examples(images()),
             settings(),
-            checkpoint_dir=tmp_path / name,
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            **({"path": LinearPath(), "t_distribution": UniformT()} | changes),  # type: ignore[arg-type]
+            objective,
+            TrainingRun(tmp_path / name),
         ).ema
 
     runs = [
-        trained("velocity"),
-        trained("eps", prediction="eps"),
-        trained("cosine", path=CosinePath()),
-        trained("logit", t_distribution=LogitNormalT()),
+        trained("velocity", TrainingObjective()),
+        trained("eps", TrainingObjective(prediction="eps")),
+        trained("cosine", TrainingObjective(CosinePath())),
+        trained("logit", TrainingObjective(t_distribution=LogitNormalT())),
     ]
     assert all(not same_bytes(runs[i], runs[j]) for i in range(4) for j in range(i))
 

@@ -27,8 +27,9 @@ from ddm.routers.base import log_prior, posterior
 from ddm.sampling.mixture import mix_velocity
 from ddm.training.batches import Examples, draw_batch, draw_times
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, train
+from ddm.training.loop import FinishedTraining, TrainingRun, train
 from ddm.training.masking import draw_kept, first_whole_step
+from ddm.training.objective import TrainingObjective
 from tests.ddm.training.test_loop import SHAPE, SMALL, Run, images, same_bytes, settings
 from tests.support.documents import plan_document, to_bytes
 from tests.support.errors import has_subject
@@ -136,16 +137,10 @@ def conditional(folder: Path, label_N: Tensor, drop: float, **changes: object) -
     condition = ClassCondition(num_classes=2)
     return train(
         build_expert(SMALL, SHAPE, condition=condition, seed=3),
-        label_N[:, None, None, None].expand(-1, *SHAPE) * 2.0 - 1.0,
+        Examples(label_N[:, None, None, None].expand(-1, *SHAPE) * 2.0 - 1.0, label_N, drop),
         settings(num_steps=100, learning_rate=0.03, checkpoint_steps=100, **changes),
-        path_named("linear"),
-        UniformT(),
-        checkpoint_dir=folder,
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
-        labels=label_N,
-        drop=drop,
-        engine=Engine(device="cpu"),
+        TrainingObjective(),
+        TrainingRun(folder, engine=Engine(device="cpu")),
     )
 
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddm.diffusion.path import path_named
 from ddm.errors import DataError, SetupError
 from ddm.models import build_expert
 from ddm.models.adaptation import adapt
 from ddm.protocol.architecture import Dit
-from ddm.protocol.learning import FullAdaptation, LoraAdaptation, UniformT
+from ddm.protocol.learning import FullAdaptation, LoraAdaptation
 from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.batches import Examples
 from ddm.training.config import Engine, TrainingSettings
 from ddm.training.distributed import training_process
 from ddm.training.jobs import TrainingTask
+from ddm.training.objective import TrainingObjective
 from ddm.training.planned import PlannedExpert
 from ddm.training.private import (
     STEPS_PER_CLIP,
@@ -245,11 +245,7 @@ def test_what_a_unit_goes_through_depends_on_no_other_unit() -> None:
             model, plan.expert.training, training_process(Engine(device="cpu")), 1
         )
         source = private(unit_N=unit_N, units_per_step=14)
-        drawn.append(
-            PrivateSteps(
-                state, source, Examples(images), path_named("linear"), "velocity", UniformT()
-            ).draw(3)
-        )
+        drawn.append(PrivateSteps(state, source, Examples(images), TrainingObjective()).draw(3))
     assert [len(each) for each in drawn] == [14, 14]
     for one, other in zip(drawn[0][1:], drawn[1][1:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.fields, other.fields, strict=True))
@@ -297,10 +293,7 @@ class Patients:
 
         self.monkeypatch.setattr("ddm.training.private.clipped", seen)
         self.monkeypatch.setattr(PrivateTraining, "sampled", lambda *_: np.array(entering))
-        path = path_named("linear")
-        steps = PrivateSteps(
-            state, source, Examples(torch.cat(images)), path, "velocity", UniformT()
-        )
+        steps = PrivateSteps(state, source, Examples(torch.cat(images)), TrainingObjective())
         steps.advance(steps.draw(0))
         return torch.stack(sums).sum(0)
 
@@ -349,9 +342,7 @@ def test_process_that_computes_a_unit_does_not_depend_on_who_else_enters(
         )
         for rank in range(3):
             state.process = Ranked(rank)  # type: ignore[assignment]
-            steps = PrivateSteps(
-                state, private(), images, path_named("linear"), "velocity", UniformT()
-            )
+            steps = PrivateSteps(state, private(), images, TrainingObjective())
             for unit in steps.draw(0):
                 drawn.setdefault(unit.eps.numpy().tobytes(), set()).add(rank)
     assert len(drawn) == 5

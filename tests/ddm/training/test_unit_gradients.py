@@ -21,6 +21,7 @@ from ddm.protocol.architecture import (
     Unet,
 )
 from ddm.protocol.learning import Adaptation, FullAdaptation, LoraAdaptation, PartialAdaptation
+from ddm.training.objective import TrainingObjective
 from ddm.training.private import STEPS_PER_CLIP, clipped, sensitivity
 from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 from tests.support.case import case
@@ -103,7 +104,7 @@ def test_gradient_of_a_unit_is_the_mean_over_its_samples(name: str) -> None:
     for adaptation in adaptations:
         model, unit = expert_of(name, adaptation), unit_of(name)
         found, _ = unit_gradient(
-            UnitLoss(model, training(), PATH, "velocity"), trained(model), unit
+            UnitLoss(model, training(), TrainingObjective(PATH)), trained(model), unit
         )
         with case(adaptation.kind):
             for gradient, expected in zip(found.values(), one_by_one(model, unit), strict=True):
@@ -112,7 +113,7 @@ def test_gradient_of_a_unit_is_the_mean_over_its_samples(name: str) -> None:
 
 def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
     model, unit = expert_of("mmdit", LORA), unit_of("mmdit")
-    loss = UnitLoss(model, training(), PATH, "velocity")
+    loss = UnitLoss(model, training(), TrainingObjective(PATH))
     found = []
     for shift in (0, 1, 3):
         moved = [
@@ -128,9 +129,11 @@ def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
 
 def test_bfloat16_leaves_gradients_of_float32() -> None:
     model, unit = expert_of("dit", LORA), unit_of("dit")
-    exact, _ = unit_gradient(UnitLoss(model, training(), PATH, "velocity"), trained(model), unit)
+    exact, _ = unit_gradient(
+        UnitLoss(model, training(), TrainingObjective(PATH)), trained(model), unit
+    )
     found, _ = unit_gradient(
-        UnitLoss(model, training(), PATH, "velocity", in_bf16=True), trained(model), unit
+        UnitLoss(model, training(), TrainingObjective(PATH), in_bf16=True), trained(model), unit
     )
     assert {each.dtype for each in found.values()} == {torch.float32}
     whole = [torch.cat([each.flatten() for each in grads.values()]) for grads in (exact, found)]
@@ -179,7 +182,7 @@ def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_wit
 ):
     model, unit, clip = expert_of("dit", LORA), unit_of("dit"), 0.01
     loss, num = (
-        UnitLoss(model, training(), PATH, "velocity"),
+        UnitLoss(model, training(), TrainingObjective(PATH)),
         sum(each.numel() for each in trained(model).values()),
     )
 

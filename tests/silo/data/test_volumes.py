@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError
 from ddm.images.transform import Transform
@@ -15,9 +14,11 @@ from ddm.models import build_expert, load_expert
 from ddm.protocol.architecture import Unet
 from ddm.protocol.base import File
 from ddm.protocol.data import DataSpec
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.protocol.transform import TransformSpec
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from silo.data.cohort import Cohort
 from silo.data.first_look import count_units, look_at
 from silo.images.decisions import Decision, Decisions
@@ -171,13 +172,10 @@ def test_unet_learns_from_nifti_files_and_the_expert_it_leaves_is_sampled(tmp_pa
     )
     trained = train(
         build_expert(architecture, SPEC.shape),
-        volumes,
+        Examples(volumes),
         settings,
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=tmp_path / "checkpoints",
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
+        TrainingObjective(),
+        TrainingRun(tmp_path / "checkpoints"),
     )
     save_tensors(tmp_path / "expert.safetensors", trained.ema)
     file = File.of("expert.safetensors", tmp_path / "expert.safetensors")

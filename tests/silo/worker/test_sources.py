@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ddm.diffusion.path import LinearPath
 from ddm.encoders import PcaEncoder
 from ddm.images.array_files import read_images
 from ddm.images.rows import select
@@ -21,11 +20,13 @@ from ddm.models import build_expert
 from ddm.partition.clustering import Clusters
 from ddm.protocol.architecture import Dit
 from ddm.protocol.data import DataSpec
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.routers.sketch import Sketch
 from ddm.statistics.base import StatisticSource
+from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import train
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from silo.config import Site
 from silo.privacy.statistics import draw_statistic
 from silo.worker.stages import assign_images
@@ -140,14 +141,10 @@ def through_all_stages(path: Path, folder: Path) -> None:
     )
     train(
         build_expert(Dit(patch=8, hidden=16, depth=1, heads=2), SPEC.shape),
-        select(cohort.images, torch.arange(0, len(cohort.images), 2)),
+        Examples(select(cohort.images, torch.arange(0, len(cohort.images), 2))),
         settings,
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=folder / "checkpoints",
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
-        engine=Engine(device="cpu"),
+        TrainingObjective(),
+        TrainingRun(folder / "checkpoints", engine=Engine(device="cpu")),
     )
     plan = PLAN.model_copy(update={"data": SPEC})
     source = StatisticSource(

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
-from ddm.diffusion.path import path_named
 from ddm.errors import DigestError, MissingFileError, ReplayError, SetupError
 from ddm.io.tensors import load_tensors
 from ddm.models import build_expert, expected_tensors
 from ddm.protocol.architecture import Dit
 from ddm.protocol.continuation import check_continuation, grid_of
-from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.learning import Training
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import submission_path
-from ddm.training.loop import train
+from ddm.training.batches import Examples
+from ddm.training.loop import TrainingRun, train
+from ddm.training.objective import TrainingObjective
 from ddm.training.planned import PlannedExpert
 from silo.plan.acceptance import load_accepted
 from silo.plan.own_experts import own_experts
@@ -54,13 +55,10 @@ def trained(
 ) -> dict[str, Tensor]:
     result = train(
         expert,
-        images,
+        Examples(images),
         training(num_steps),
-        path_named("linear"),
-        UniformT(),
-        checkpoint_dir=folder,
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
+        TrainingObjective(),
+        TrainingRun(folder),
     )
     return result.ema
 
