@@ -78,7 +78,7 @@ ROOMS = {
         "cli": "commands",
         "commands": "config intake keys membership monitoring planning release router runtime services setup",
         "monitoring": "config intake membership runtime",
-        "release": "config intake keys membership router",
+        "release": "config intake keys router",
         "planning": "config intake keys membership",
         "runtime": "config intake membership transfer",
         "services": "config",

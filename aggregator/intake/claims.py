@@ -6,15 +6,21 @@ all units. So a submission that states more than was agreed at enrolment, or tha
 with one above what was agreed; the manifest then carries that number and the reason.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aggregator.config import Federation
-from aggregator.intake.quarantine import Rule, decisions_on, is_admitted
+from aggregator.intake.quarantine import (
+    QuarantineDecision,
+    Rule,
+    decisions_on,
+    is_admitted,
+)
 from aggregator.membership.registry import member_cards
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.plan import Plan
+from ddm.protocol.submission import Submission
 
 
 @dataclass(frozen=True)
@@ -31,30 +37,34 @@ def agreed_units(plan: Plan, silo_id: str) -> int:
 
 
 def counted_units(
-    federation: Federation, plan: Plan, silo_id: str, digest: str, claimed: int
+    plan: Plan, submission: Submission, decisions: Sequence[QuarantineDecision]
 ) -> CountedUnits:
     """Return what an accepted submission counts as: what it states, or the lowest number with which it was admitted.
+
+    Args:
+        plan: the current one, which states what was agreed.
+        submission: verified.
+        decisions: all decisions about it, oldest first.
 
     Raises:
         PolicyError: it states more than was agreed, and no person admitted it.
     """
-    agreed = agreed_units(plan, silo_id)
-    admissions = [
-        decision for decision in decisions_on(federation, digest) if decision.verdict == "admitted"
-    ]
+    stated = submission.num_units
+    agreed = agreed_units(plan, submission.silo_id)
+    admissions = [decision for decision in decisions if decision.verdict == "admitted"]
     if not admissions:
-        if claimed > agreed:
+        if stated > agreed:
             raise PolicyError(
-                f"{plan.statistics.unit}s of silo {silo_id}",
+                f"{plan.statistics.unit}s of silo {submission.silo_id}",
                 expected=f"at most {agreed}",
-                got=f"{claimed}, admitted by nobody",
+                got=f"{stated}, admitted by nobody",
             )
-        return CountedUnits(claimed)
+        return CountedUnits(stated)
     # The last decision is the lowest: `record_decision` lets later ones only lower the number.
     admitted_units = [decision.units for decision in admissions if decision.units is not None]
     # Also by what was agreed: no admission lets a silo count for more.
-    units = min(claimed, agreed, *admitted_units)
-    if units < claimed:
+    units = min(stated, agreed, *admitted_units)
+    if units < stated:
         return CountedUnits(units, admissions[-1].reason)
     return CountedUnits(units)
 
@@ -117,11 +127,15 @@ def overweight_words(
         digests: of their submissions.
     """
     max_influence = federation.settings().max_influence
-    return {
-        silo_id: f"{units[silo_id]} units, {share:.1%} of the prior, above max_influence of {max_influence:.1%}"
-        for silo_id, share in overweight(units, max_influence).items()
-        if not is_admitted(federation, digests[silo_id], "influence")
-    }
+    words_of_silos = {}
+    for silo_id, share in overweight(units, max_influence).items():
+        decisions = decisions_on(federation, digests[silo_id])
+        if is_admitted(decisions, "influence"):
+            continue
+        words_of_silos[silo_id] = (
+            f"{units[silo_id]} units, {share:.1%} of the prior, above max_influence of {max_influence:.1%}"
+        )
+    return words_of_silos
 
 
 def refuse_overweight(

@@ -14,7 +14,7 @@ from aggregator.config import PUBLIC_NAME, Federation
 from aggregator.intake.drawn import Gallery, PublicSet, num_gallery_images
 from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import Inventory
-from aggregator.intake.quarantine import is_admitted, refused_before
+from aggregator.intake.quarantine import decisions_on, is_admitted, refused_before
 from aggregator.intake.screening import (
     ExpertFigures,
     Probe,
@@ -236,7 +236,8 @@ class Examiner:
         for silo_id, faults in self._relative_faults(accepted).items():
             examination = accepted[silo_id]
             descriptions = self._store_flags(examination, faults)
-            if not is_admitted(self.federation, examination.submission_digest, "stands_apart"):
+            decisions = decisions_on(self.federation, examination.submission_digest)
+            if not is_admitted(decisions, "stands_apart"):
                 outliers[silo_id] = descriptions
         return outliers
 

@@ -8,7 +8,7 @@ A decision is one line, carried out the next time that intake runs: so a decisio
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -118,20 +118,12 @@ def read_decisions(federation: Federation) -> list[QuarantineDecision]:
 
 
 def decisions_on(federation: Federation, submission_digest: str) -> list[QuarantineDecision]:
-    """Return all decisions about a submission, oldest first."""
+    """Read all decisions about a submission, oldest first: the first one gave the verdict."""
     return [
         decision
         for decision in read_decisions(federation)
         if decision.submission_digest == submission_digest
     ]
-
-
-def decision_on(federation: Federation, submission_digest: str) -> QuarantineDecision | None:
-    """Return the decision about a submission, None if there is none; the first decision counts."""
-    decisions = decisions_on(federation, submission_digest)
-    if not decisions:
-        return None
-    return decisions[0]
 
 
 def refused_before(federation: Federation, plan_id: str, silo_id: str) -> bool:
@@ -144,12 +136,15 @@ def refused_before(federation: Federation, plan_id: str, silo_id: str) -> bool:
     )
 
 
-def is_admitted(federation: Federation, submission_digest: str, rule: Rule | None = None) -> bool:
-    """Whether a person admitted a submission in spite of a rule, or of any."""
-    for decision in decisions_on(federation, submission_digest):
-        if decision.verdict == "admitted" and _covers(decision, rule):
-            return True
-    return False
+def is_admitted(decisions: Iterable[QuarantineDecision], rule: Rule | None = None) -> bool:
+    """Whether a person admitted a submission in spite of a rule, or of any.
+
+    Args:
+        decisions: all decisions about the submission, see `decisions_on`.
+        rule: the rule; None for any.
+    """
+    admissions = [decision for decision in decisions if decision.verdict == "admitted"]
+    return any(_covers(admission, rule) for admission in admissions)
 
 
 def _covers(decision: QuarantineDecision, rule: Rule | None) -> bool:

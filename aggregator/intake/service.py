@@ -35,7 +35,7 @@ from aggregator.intake.quarantine import (
     QuarantineDecision,
     QuarantineEntry,
     QuarantineRecord,
-    decision_on,
+    decisions_on,
     is_admitted,
     quarantine_submission,
     quarantined_submissions,
@@ -224,12 +224,13 @@ class IntakeService:
         record = entry.record
         was_answered = self._receipt(record.silo_id, record.sequence).exists()
         if not was_answered:
-            decision = decision_on(self.federation, record.submission_digest)
+            decisions = decisions_on(self.federation, record.submission_digest)
             # A person may take days; the silo is told so, and does not take the silence for a fault.
-            if decision is None:
+            if not decisions:
                 self._notify_quarantined(record)
                 return False
-            verdict = self._verdict_of_decision(entry, decision)
+            # Later decisions only lower the units of a submission that was admitted.
+            verdict = self._verdict_of_decision(entry, decisions[0])
             self.sign_receipt(record.silo_id, record.sequence, record.submission_digest, verdict)
         # The receipt is on disk, so that a crash from here on leaves nothing but this folder to remove.
         shutil.rmtree(entry.folder)
@@ -321,7 +322,7 @@ class IntakeService:
             # A damaged file of the federation must not look like a fault of the submission.
             self.examiner.trial(silo_id)
             accepted = self.examiner.accepted()
-            admitted = is_admitted(self.federation, verified.digest)
+            admitted = is_admitted(decisions_on(self.federation, verified.digest))
             claims = claim_faults(self.federation, self.plan, silo_id, submission.num_units)
         examination = self.examiner.examine(silo_id, submission, verified.digest, folder)
         reasons = [*claims.values(), *self.examiner.faults(examination, accepted)]

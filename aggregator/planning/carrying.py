@@ -71,7 +71,7 @@ def choose_carried(
         ReplayError: a silo has not consented to later plans.
         PolicyError: the agreed size of a silo changed since.
     """
-    plan, plan_digest = federation.current_plan()
+    plan, _ = federation.current_plan()
     if plan.plan_id != plan_id:
         raise SetupError(
             f"--carry {plan_id[:80]}",
@@ -88,20 +88,19 @@ def choose_carried(
             got=", ".join(unknown)[:200],
         )
 
-    carried_before = {carried.silo_id: carried for carried in plan.carried}
     chosen = []
     for silo_id, silo in inventory.silos.items():
         if silo_id in replaced:
             continue
-        # A silo that the plan in force carries itself keeps the plan for which it trained.
-        origin = carried_before.get(silo_id)
+        submission = silo.submission
         carried = CarriedSilo(
             silo_id=silo_id,
-            plan_id=origin.plan_id if origin else plan.plan_id,
-            plan_digest=origin.plan_digest if origin else plan_digest,
+            # Of the plan for which it trained: also where the plan in force carries this silo itself.
+            plan_id=submission.plan_id,
+            plan_digest=submission.plan_digest,
             submission_digest=silo.digest,
         )
-        check_consent(carried, silo.submission)
+        check_consent(carried, submission)
         chosen.append(carried)
     if not chosen:
         raise SetupError(
@@ -111,22 +110,15 @@ def choose_carried(
         )
     _check_sizes(federation, inventory, chosen)
 
-    folder = federation.plan_targets(plan.plan_id)
+    plan_by_id = {plan.plan_id: plan, **inventory.earlier_plans}
     return CarriedExperts(
         plan=plan,
         carried=tuple(chosen),
         # `_check_sizes` has found these equal to the present cards'.
         agreed={carried.silo_id: plan.agreed[carried.silo_id] for carried in chosen},
-        earlier={carried.plan_id: _origin(plan, folder, carried) for carried in chosen},
-        folder=folder,
+        earlier={carried.plan_id: plan_by_id[carried.plan_id] for carried in chosen},
+        folder=federation.plan_targets(plan.plan_id),
     )
-
-
-def _origin(plan: Plan, folder: Path, carried: CarriedSilo) -> Plan:
-    """Return the plan for which a silo trained."""
-    if carried.plan_id == plan.plan_id:
-        return plan
-    return Plan.parse((folder / carried.plan_path).read_bytes(), subject=carried.plan_path)
 
 
 def _check_sizes(

@@ -10,6 +10,7 @@ from aggregator.config import Federation
 from aggregator.intake.examination import public_images
 from aggregator.intake.inventory import Inventory
 from aggregator.intake.public_columns import CAPTIONS, CLASSES, SILOS, TEXTS, kept_columns
+from aggregator.router.statistics import AcceptedStatistics
 from ddm.diffusion.path import Expert, path_named
 from ddm.errors import SetupError
 from ddm.loading.ensemble import on_path
@@ -41,6 +42,7 @@ class RouterImages:
     Attributes:
         federation: the operator's folder.
         inventory: what was accepted.
+        statistics: what the accepted silos drew.
         counts: the router of the silos' counts, for their shares of the groups.
         seed: of the conditions that experts draw under, and of their noise.
         on_progress: see `draw_from_experts`.
@@ -49,6 +51,7 @@ class RouterImages:
 
     federation: Federation
     inventory: Inventory
+    statistics: AcceptedStatistics
     counts: CountsRouter
     seed: int
     on_progress: Progress | None
@@ -70,7 +73,7 @@ class RouterImages:
         condition_N = None
         if settings.conditional:
             condition_N = self._public_conditions()
-        layout = self.inventory.layout()
+        layout = self.statistics.layout
         num_groups = self.counts.sketch.num_groups
         if settings.labels == "group":
             share_EG, _ = layout.split(self.counts.log_mass_KG.exp())
@@ -120,7 +123,7 @@ class RouterImages:
         Classes come by the class counts, or all equally often where the plan has none; texts are public captions.
         """
         plan = self.inventory.plan
-        layout = self.inventory.layout()
+        layout = self.statistics.layout
         num_images = settings.images_per_expert
         num_experts = len(layout.parts)
         # The same seed gives the same conditions, so that a router can be trained again and compared.
@@ -143,15 +146,17 @@ class RouterImages:
         if terms is None:
             expected = "a plan with class counts"
             raise SetupError("router.labels", expected=expected, got="a plan without them")
-        noisy_KCG = torch.stack(list(self.inventory.class_counts().values()))
-        num_units = list(self.inventory.num_units.values())
-        sketch = self.inventory.files.sketch
-        count_KCG, _ = expected_class_counts(sketch, noisy_KCG, num_units, terms.epsilon)
+        count_KCG, _ = expected_class_counts(
+            self.statistics.files.sketch,
+            self.statistics.noisy_KCG,
+            list(self.inventory.num_units.values()),
+            terms.epsilon,
+        )
         return class_shares(count_KCG, layout)
 
     def _public_groups(self) -> Tensor:
         """Return the group of each public image, which its pixels decide even where experts see latents."""
-        files = self.inventory.files
+        files = self.statistics.files
         # Groups were made from the encoder's features of pixels, and silos assign their images by the same rule.
         pixels = public_images(self.federation, self._plan_id, "fitted", as_latents=False)
         return files.clusters.groups(files.encoder.encode(pixels))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from aggregator.config import Federation
@@ -13,14 +12,15 @@ from aggregator.intake.claims import refuse_overweight
 from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
 from aggregator.router.images import RouterImages
+from aggregator.router.statistics import AcceptedStatistics, read_statistics
 from ddm.diffusion.path import path_named
 from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.tensors import save_tensors
-from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.base import File
 from ddm.protocol.calibration import Interval
-from ddm.protocol.router_report import RouterReport
+from ddm.protocol.router_report import BandComparison, RouterReport
 from ddm.protocol.routers import RouterKind
 from ddm.publishing.contents import ROUTER_NAME
 from ddm.routers.base import Progress
@@ -61,7 +61,7 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     report = RouterReport.parse(path.read_bytes(), subject=path.name)
     # Since the training a silo may have sent again, been removed, or been counted as fewer units. A release with the
     # old router would weigh experts that are not in it, or weigh them by other numbers than it states.
-    if report.submissions != _digests(inventory) or report.units != inventory.counted_units:
+    if report.submissions != inventory.digests or report.units != inventory.counted_units:
         trained_on = ", ".join(sorted(report.submissions))
         got = f"a router trained on earlier submissions, or with other numbers of units, of {trained_on}"
         expected = f"a router trained on the accepted submissions of {', '.join(inventory.silos)}"
@@ -154,6 +154,7 @@ class _RouterTraining:
     Attributes:
         federation: the operator's folder.
         inventory: what was accepted.
+        statistics: what the accepted silos drew.
         counts: the counts router of the silos.
         share_K: the weight of each silo, capped, in what is fitted to all of them together.
         seed: of initial weights, batches and noise.
@@ -162,6 +163,7 @@ class _RouterTraining:
 
     federation: Federation
     inventory: Inventory
+    statistics: AcceptedStatistics
     counts: CountsRouter
     share_K: tuple[float, ...]
     seed: int
@@ -176,9 +178,10 @@ class _RouterTraining:
         on_progress: Progress | None,
     ) -> "_RouterTraining":
         plan = inventory.plan
+        statistics = read_statistics(federation, inventory)
         counts = CountsRouter.from_counts(
-            inventory.files.sketch,
-            torch.stack(list(inventory.counts().values())),
+            statistics.files.sketch,
+            statistics.noisy_KG,
             list(inventory.num_units.values()),
             plan.statistics.counts.epsilon,
             path_named(plan.objective.ensemble_path),
@@ -186,20 +189,23 @@ class _RouterTraining:
         counted_units = list(inventory.counted_units.values())
         # A silo states its own number of units, so that its weight in what all share is capped.
         share_K = capped_shares(counted_units, federation.settings().max_influence)
-        return cls(federation, inventory, counts, share_K, seed, on_progress)
+        return cls(federation, inventory, statistics, counts, share_K, seed, on_progress)
 
     def judging_images(self) -> PublicData:
         """Return the public images held out, on which routers are compared."""
         plan = self.inventory.plan
-        layout = self.inventory.layout()
         images, group_N = self._public_images("holdout")
-        noisy_KG = torch.stack(list(self.inventory.counts().values()))
-        num_units = list(self.inventory.num_units.values())
-        epsilon = plan.statistics.counts.epsilon
+        evidence = Evidence(
+            self.statistics.noisy_KG,
+            list(self.inventory.num_units.values()),
+            plan.statistics.counts.epsilon,
+            self.statistics.layout,
+            self.share_K,
+        )
         return PublicData(
             images,
             group_N,
-            evidence=Evidence(noisy_KG, num_units, epsilon, layout, self.share_K),
+            evidence=evidence,
             # Shares are capped here, since the choice of a router concerns all silos.
             prior_E=self.expert_priors(self.share_K),
             path=path_named(plan.objective.ensemble_path),
@@ -210,16 +216,22 @@ class _RouterTraining:
         """Return what a family may be fitted to."""
         device = device_named()
         images = RouterImages(
-            self.federation, self.inventory, self.counts, self.seed, self.on_progress, device
+            self.federation,
+            self.inventory,
+            self.statistics,
+            self.counts,
+            self.seed,
+            self.on_progress,
+            device,
         )
         return RouterInputs(
             plan=self.inventory.plan,
             counts=self.counts,
-            layout=self.inventory.layout(),
+            layout=self.statistics.layout,
             num_units=list(self.inventory.num_units.values()),
             share_K=self.share_K,
-            sketches=self.inventory.sketches(),
-            t_release=self.inventory.t_release(),
+            sketches=self.statistics.sketches,
+            t_release=self.statistics.t_release,
             public_sketches=self._public_sketches,
             labelled_images=images.labelled,
             seed=self.seed,
@@ -229,7 +241,7 @@ class _RouterTraining:
 
     def expert_priors(self, weight_K: Sequence[float]) -> tuple[float, ...]:
         """Return each expert's prior: its silo's weight times its share of the silo by the counts, normalised."""
-        layout = self.inventory.layout()
+        layout = self.statistics.layout
         _, share_E = layout.split(self.counts.log_mass_KG.exp())
         total_weight = sum(weight_K)
         priors = [
@@ -246,7 +258,7 @@ class _RouterTraining:
     def _public_images(self, part: Literal["fitted", "holdout"]) -> tuple[Tensor, Tensor]:
         """Return the public images (or latents) that the plan was fitted on, or held out, and their groups."""
         plan_id = self.inventory.plan.plan_id
-        files = self.inventory.files
+        files = self.statistics.files
         pixels = public_images(self.federation, plan_id, part, as_latents=False)
         group_N = files.clusters.groups(files.encoder.encode(pixels))
         return public_images(self.federation, plan_id, part), group_N
@@ -256,7 +268,7 @@ def _decide(training: _RouterTraining, judges: PublicData) -> _Decision:
     """Fit the plan's family, and choose it unless the public data show that it is worse than counts."""
     settings = training.inventory.plan.router
     # The counts router is needed in any case: it is the baseline, and it is published where the candidate is worse.
-    counts_router = training.counts.split(training.inventory.layout())
+    counts_router = training.counts.split(training.statistics.layout)
     counts = _CalibratedFit.of("counts", counts_router, judges)
     if settings.kind == "counts":
         return _Decision(counts, "the plan asks for the counts router", None)
@@ -285,31 +297,33 @@ def _report(
 ) -> RouterReport:
     inventory = training.inventory
     chosen = decision.chosen
-    comparison = decision.comparison
+    bands: tuple[BandComparison, ...] = ()
+    sketches = None
+    if decision.comparison is not None:
+        bands = decision.comparison.bands
+        sketches = decision.comparison.sketches
     counted_units = dict(inventory.counted_units)
     # The counts router was made without sketches, whatever family the plan required.
-    states_t_release = chosen.kind != "counts" and family_of(inventory.plan.router).states_t_release
+    t_release = None
+    if chosen.kind != "counts" and family_of(inventory.plan.router).states_t_release:
+        t_release = training.statistics.t_release
     return RouterReport(
         plan_id=inventory.plan.plan_id,
-        submissions=_digests(inventory),
+        submissions=dict(inventory.digests),
         units=counted_units,
         router=router,
         candidate=inventory.plan.router.kind,
         published=chosen.kind,
         reason=decision.reason,
         judged_on="public_images",
-        t_release=inventory.t_release() if states_t_release else None,
+        t_release=t_release,
         # Not the capped shares: the prior decides how often samples follow an expert, and is bounded by what was agreed
         # at enrolment instead (`ddm.routers.influence`).
         expert_priors=training.expert_priors(list(counted_units.values())),
         training_prior=chosen.training_prior,
         temperature=chosen.calibration.temperature,
         minus_prior=minus_prior,
-        bands=() if comparison is None else comparison.bands,
-        sketches=None if comparison is None else comparison.sketches,
+        bands=bands,
+        sketches=sketches,
         calibration=chosen.calibration.errors,
     )
-
-
-def _digests(inventory: Inventory) -> dict[str, str]:
-    return {silo_id: sha256_hex(silo.document) for silo_id, silo in inventory.silos.items()}

@@ -33,7 +33,7 @@ from ddm.publishing.contents import (
     ReleaseContents,
     ReleaseMember,
     draft_manifest,
-    link_plan,
+    plan_sources,
 )
 from ddm.publishing.drawing import Progress as DrawProgress
 from ddm.publishing.keys import load_key
@@ -157,7 +157,7 @@ def _sign_islands(
 ) -> tuple[ReleaseMember, ...]:
     """Put plan, experts and documents in place, and sign each island's part with a key of its own."""
     plan = islands.plan
-    link_plan(plan, islands.bundle, version.targets(plan.plan_id))
+    version.link_files(plan_sources(plan, islands.bundle))
     # A wrong passphrase ends here, before the router is trained.
     islands_key = load_key(islands, "islands", passphrase)
     class_counts_KCG = exact_counts(islands).get("class_counts")

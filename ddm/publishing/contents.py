@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddm.io.files import link_or_copy
 from ddm.protocol.base import File
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Flag, Manifest, PublishedExpert, PublishedSilo
@@ -13,7 +12,6 @@ from ddm.protocol.router_report import RouterReport
 from ddm.protocol.submission import Submission, class_counts_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.publishing.staging import StagedVersion
-from ddm.publishing.versions import manifest_digest
 from ddm.trust.paths import KEY_HISTORY, PLAN_LOG_NAMES
 
 ROUTER_NAME = "router.safetensors"
@@ -92,23 +90,26 @@ class ReleaseContents:
         return "silo" if self.division is None else "island"
 
 
-def link_plan(plan: Plan, bundle: Path, targets: Path) -> None:
-    """Put the plan, its files and its proofs of the log into a version's folder."""
+def plan_sources(plan: Plan, bundle: Path) -> dict[str, Path]:
+    """Return where the plan, its files and its proofs of the log are, by their names as signed."""
     names = ["plan.json", *(file.path for file in plan.files)]
+    # Only a plan that was entered in a log has proofs.
     names += [name for name in PLAN_LOG_NAMES if (bundle / name).is_file()]
-    for name in names:
-        link_or_copy(bundle / name, targets / name)
+    return {f"{plan.plan_id}/{name}": bundle / name for name in names}
 
 
 def draft_manifest(contents: ReleaseContents, version: StagedVersion) -> Manifest:
     """Return the manifest of a version whose files are in place, except for the pages, which are made from it."""
     plan_id = contents.plan.plan_id
     targets = version.targets(plan_id)
+    supersedes_digest = None
+    if version.previous is not None:
+        supersedes_digest = version.previous.manifest_digest
     return Manifest(
         plan_id=plan_id,
         plan_digest=contents.plan_digest,
         version=version.number,
-        supersedes_digest=manifest_digest(version.publisher, version.number - 1),
+        supersedes_digest=supersedes_digest,
         published_at=version.created_at,
         licence=contents.licence,
         cite=contents.cite,

@@ -1,7 +1,7 @@
 """Stages the next version under the signing lock, as one change, and copies it out once it is in force."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,14 +10,19 @@ from pathlib import Path
 from ddm.errors import BusyError, SetupError
 from ddm.io.changes import Change
 from ddm.io.copying import copy_tree_bounded
-from ddm.io.files import DISK_FULL_ERRNOS, move_into_place, staging_folder
+from ddm.io.files import DISK_FULL_ERRNOS, link_or_copy, move_into_place, staging_folder
 from ddm.io.modes import open_to_everyone
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.untrusted import MAX_FILES, list_files
 from ddm.protocol.base import now_utc
 from ddm.publishing.folder import PublisherFolder
 from ddm.publishing.public_log import export_log, public_folder
-from ddm.publishing.versions import check_none_lost, newest_version, release_folder
+from ddm.publishing.versions import (
+    NewestVersion,
+    newest_version,
+    read_newest,
+    release_folder,
+)
 
 _PAGES_BYTES = 64 * 1024**2  # report, card and metadata of a version
 
@@ -28,17 +33,24 @@ class StagedVersion:
 
     Attributes:
         publisher: whose keys sign.
-        number: of the version.
+        previous: the version before it; None for the first.
         created_at: the one reading of the clock that manifest and signatures use.
         change: puts the version and its signatures into force together.
         copy_folder: where the copy for readers is made.
     """
 
     publisher: PublisherFolder
-    number: int
+    previous: NewestVersion | None
     created_at: datetime
     change: Change
     copy_folder: Path
+
+    @property
+    def number(self) -> int:
+        """The version's number: consecutive, and never used twice."""
+        if self.previous is None:
+            return 1
+        return self.previous.number + 1
 
     @property
     def folder(self) -> Path:
@@ -49,17 +61,29 @@ class StagedVersion:
         """The folder of the version's files."""
         return self.folder / "targets" / plan_id
 
-    def require_space(self, num_bytes: int) -> None:
+    def link_files(self, sources: Mapping[str, Path]) -> None:
+        """Put files in place, linked where that is possible: versions share the bytes of what did not change.
+
+        Args:
+            sources: where each file is now, by its name as signed, which begins with the id of a plan.
+        """
+        for name, source in sources.items():
+            link_or_copy(source, self.folder / "targets" / name)
+
+    def require_space(self, later_bytes: int = 0) -> None:
         """Refuse a version for whose copy or pages there is too little space.
 
         Args:
-            num_bytes: of the files that are copied out.
+            later_bytes: of the files that are copied out as well, and are not in the version's folder yet.
 
         Raises:
             DiskError: too little space.
         """
+        # Files of carried silos are beside the folder of this plan.
+        paths = (self.folder / "targets").rglob("*")
+        linked_bytes = sum(path.stat().st_size for path in paths if path.is_file())
         needed = {
-            self.copy_folder.parent: num_bytes + _PAGES_BYTES,
+            self.copy_folder.parent: linked_bytes + later_bytes + _PAGES_BYTES,
             self.publisher.path: _PAGES_BYTES,
         }
         require_free_space(needed, "a release")
@@ -82,12 +106,11 @@ def stage_version(publisher: PublisherFolder, out: Path) -> Iterator[StagedVersi
     # A folder that cannot be written is refused before anything is computed.
     check_writable([publisher.path, publisher.tuf])
     with publisher.signing_lock(), reserve(out) as copy_folder:
-        check_none_lost(publisher)
+        previous = read_newest(publisher)
         # A change that waits for holders is applied to the metadata as they are when it is completed.
         change = Change.begin(publisher.path, beside_waiting=True)
-        number = newest_version(publisher) + 1
         try:
-            yield StagedVersion(publisher, number, now_utc(), change, copy_folder)
+            yield StagedVersion(publisher, previous, now_utc(), change, copy_folder)
         finally:
             # After a commit nothing is left there; without one, what was staged never takes effect.
             shutil.rmtree(change.folder, ignore_errors=True)

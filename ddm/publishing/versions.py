@@ -4,14 +4,34 @@ A version and the metadata that list it take effect together (`ddm.io.changes`):
 release that does not exist, and version numbers are consecutive.
 """
 
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded
-from ddm.protocol.base import check_json, sha256_file
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, check_json, sha256_file, sha256_hex
+from ddm.protocol.manifest import Manifest
 from ddm.publishing.folder import MAX_TUF_BYTES, PublisherFolder
+
+
+@dataclass(frozen=True)
+class NewestVersion:
+    """The newest version that is published.
+
+    Attributes:
+        number: of the version, 1 for the first.
+        manifest: what it states.
+        manifest_digest: sha256 of the manifest.
+        current_until: when its timestamp expires, from when on readers refuse it; None where metadata were signed since
+            the version was published, as by a key rotation, which reach readers only with a new version.
+    """
+
+    number: int
+    manifest: Manifest
+    manifest_digest: str
+    current_until: datetime | None
 
 
 def newest_version(publisher: PublisherFolder) -> int:
@@ -31,30 +51,52 @@ def manifest_path(publisher: PublisherFolder, version: int) -> Path | None:
     return next(release_folder(publisher, version).glob("targets/*/manifest.json"), None)
 
 
-def manifest_digest(publisher: PublisherFolder, version: int) -> str | None:
-    """Return the sha256 of a version's manifest, None if there is no such version."""
-    path = manifest_path(publisher, version)
-    return sha256_file(path) if path else None
+def read_newest(publisher: PublisherFolder) -> NewestVersion | None:
+    """Read the newest version, which must be the one signed last; None before the first.
+
+    Raises:
+        SetupError: the release signed last is gone.
+    """
+    number = newest_version(publisher)
+    path = manifest_path(publisher, number)
+    if path is None:
+        check_none_lost(publisher, None)
+        return None
+    data = read_bounded(path, MAX_DOCUMENT_BYTES)
+    digest = sha256_hex(data)
+    check_none_lost(publisher, digest)
+    manifest = Manifest.parse(data, subject=path.name)
+    current_until = None
+    if is_current(publisher, number):
+        current_until = timestamp_expiry(publisher, number)
+    return NewestVersion(number, manifest, digest, current_until)
 
 
-def check_none_lost(publisher: PublisherFolder) -> None:
+def check_none_lost(publisher: PublisherFolder, newest_digest: str | None) -> None:
     """Refuse to publish if the release signed last is gone: its version number would be used twice.
+
+    Args:
+        publisher: whose metadata list the release signed last.
+        newest_digest: sha256 of the newest version's manifest, None where no version is there.
 
     Raises:
         SetupError: the metadata list a manifest that is not the newest version's.
     """
-    listed = [
+    targets = _signed(publisher.tuf / "release.json")["targets"]
+    listed_digests = [
         target["hashes"]["sha256"]
-        for name, target in _signed(publisher.tuf / "release.json")["targets"].items()
+        for name, target in targets.items()
         if name.endswith("/manifest.json")
     ]
-    newest_digest = manifest_digest(publisher, newest_version(publisher))
     # A second release with the same number would look to readers like a rollback or a split view.
-    if listed and listed != [newest_digest]:
+    if listed_digests and listed_digests != [newest_digest]:
+        got = "no version"
+        if newest_digest is not None:
+            got = f"sha256 {newest_digest} in the newest version"
         raise SetupError(
             "releases/",
-            expected=f"the version signed last, whose manifest.json has sha256 {' or '.join(listed)}",
-            got=f"sha256 {newest_digest} in the newest version" if newest_digest else "no version",
+            expected=f"the version signed last, whose manifest.json has sha256 {' or '.join(listed_digests)}",
+            got=got,
             remedy="Restore releases/ from backup: a version number is never used twice.",
         )
 
@@ -65,17 +107,19 @@ def is_current(publisher: PublisherFolder, version: int) -> bool:
     published = {path.name: path for path in source.glob("*.json")}
     # A rotated root must reach readers, although the release itself is unchanged.
     roots = {path.name for path in publisher.tuf.glob("*.root.json")}
-    return roots <= published.keys() and all(
-        (publisher.tuf / name).is_file() and sha256_file(path) == sha256_file(publisher.tuf / name)
-        for name, path in published.items()
-    )
+    if not roots <= published.keys():
+        return False
+    for name, path in published.items():
+        present = publisher.tuf / name
+        if not present.is_file() or sha256_file(path) != sha256_file(present):
+            return False
+    return True
 
 
 def timestamp_expiry(publisher: PublisherFolder, version: int) -> datetime:
     """Return when a version's timestamp expires."""
-    return datetime.fromisoformat(
-        _signed(release_folder(publisher, version) / "metadata" / "timestamp.json")["expires"]
-    )
+    timestamp = _signed(release_folder(publisher, version) / "metadata" / "timestamp.json")
+    return datetime.fromisoformat(timestamp["expires"])
 
 
 def _signed(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aggregator.config import PUBLIC_NAME, Federation
 from aggregator.intake.inventory import Inventory, take_inventory
+from aggregator.router.statistics import AcceptedStatistics, read_statistics
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import ArchipelagoError, SetupError
@@ -92,10 +93,11 @@ def compare(out: Path, silos: Sequence[str]) -> dict[str, object]:
             got=", ".join(order),
         )
     private = [_images(out / "data" / f"{silo}.npz") for silo in order]
-    lessons = _lessons(federation, inventory)
+    statistics = read_statistics(federation, inventory)
+    lessons = _lessons(federation, inventory, statistics)
     print("Training a router without privacy, to compare with (about two minutes)", flush=True)
-    exact = _non_private_router(inventory, private, lessons)
-    routers = _routers(inventory, release.manifest, ensemble, lessons, exact)
+    exact = _non_private_router(inventory, statistics, private, lessons)
+    routers = _routers(inventory, statistics, release.manifest, ensemble, lessons, exact)
     held_out, owner = _evaluation_set(out, silos, order)
     print("Judging the routers, and sampling with every strategy", flush=True)
     return {
@@ -112,10 +114,14 @@ def _images(path: Path) -> Tensor:
 
 
 def _non_private_router(
-    inventory: Inventory, private: Sequence[Tensor], lessons: PublicSketches
+    inventory: Inventory,
+    statistics: AcceptedStatistics,
+    private: Sequence[Tensor],
+    lessons: PublicSketches,
 ) -> LearnedRouter:
     """The reference: exact histograms and exact sketches, through the same code as the private routers."""
-    plan, files = inventory.plan, inventory.files
+    plan = inventory.plan
+    files = statistics.files
     settings = plan.router
     if not isinstance(settings, LearnedSettings):
         settings = LearnedSettings(hidden=128, depth=3, num_steps=2000)
@@ -148,37 +154,39 @@ def _non_private_router(
 
 def _routers(
     inventory: Inventory,
+    statistics: AcceptedStatistics,
     manifest: Manifest,
     ensemble: Ensemble,
     lessons: PublicSketches,
     exact: LearnedRouter,
 ) -> dict[str, Router]:
-    noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units = list(inventory.num_units.values())
     epsilon = inventory.plan.statistics.counts.epsilon
     counts = CountsRouter.from_counts(
-        inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath()
+        statistics.files.sketch, statistics.noisy_KG, num_units, epsilon, LinearPath()
     )
     found: dict[str, Router] = {"counts": counts}
     settings = inventory.plan.router
     if manifest.router.kind == "learned" and ensemble.router is not None:
         found["learned"] = ensemble.router
     elif isinstance(settings, LearnedSettings):
-        train, _ = split_sketches(inventory.sketches(), 0)
-        t_release = inventory.t_release() or 1.0
+        train, _ = split_sketches(statistics.sketches, 0)
+        t_release = statistics.t_release or 1.0
         found["learned"] = fit_learned(
             counts, SiloSketches(train, num_units, t_release), lessons, settings, 0
         )
     return found | {"non-private": exact}
 
 
-def _lessons(federation: Federation, inventory: Inventory) -> PublicSketches:
+def _lessons(
+    federation: Federation, inventory: Inventory, statistics: AcceptedStatistics
+) -> PublicSketches:
     """The public images that the aggregator teaches its router with."""
     with np.load(
         federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False
     ) as archive:
         images = torch.from_numpy(archive["fitted"])
-    files = inventory.files
+    files = statistics.files
     group_N = files.clusters.groups(files.encoder.encode(images))
     return PublicSketches.of(images, group_N, files.sketch, LinearPath())
 

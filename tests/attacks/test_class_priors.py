@@ -10,6 +10,7 @@ import aggregator.release.publish
 from aggregator.config import Federation
 from aggregator.intake.inventory import Inventory, take_inventory
 from aggregator.release.publish import link_files
+from aggregator.router.statistics import read_statistics
 from aggregator.router.train import router_path, train_router
 from ddm import open_ensemble
 from ddm.errors import TensorFileError, TrustError
@@ -67,12 +68,12 @@ def trained(
     return trained_once.copy(tmp_path / "copy")
 
 
-def shares(inventory: Inventory) -> ConditionalPrior:
+def shares(federation: Federation, inventory: Inventory) -> ConditionalPrior:
     """What the aggregator computes, from the histograms over groups too, which are not published."""
-    noisy_KCG = torch.stack(list(inventory.class_counts().values()))
+    statistics = read_statistics(federation, inventory)
     units = list(inventory.num_units.values())
     return ConditionalPrior.from_counts(
-        inventory.files.sketch, noisy_KCG, units, 1.0, inventory.layout()
+        statistics.files.sketch, statistics.noisy_KCG, units, 1.0, statistics.layout
     )
 
 
@@ -82,7 +83,7 @@ def test_reader_computes_from_the_release_alone_who_holds_a_class(
     trained.publish_only(tmp_path / "release")
     ensemble = open_ensemble(tmp_path / "release", root=trained.root)
     inventory = take_inventory(trained.federation)
-    expected = shares(inventory)
+    expected = shares(trained.federation, inventory)
     assert ensemble.class_prior is not None
     clusters = {silo_id: len(silo.submission.experts) for silo_id, silo in inventory.silos.items()}
     assert min(clusters.values()) < 4, "some clusters join others"
@@ -128,10 +129,9 @@ def test_class_counts_that_no_silo_signed_are_refused_by_every_command(
 
     def dishonest(
         federation: Federation, inventory: Inventory, router: RouterReport, version: StagedVersion
-    ) -> int:
-        num_bytes = link_files(federation, inventory, router, version)
+    ) -> None:
+        link_files(federation, inventory, router, version)
         ATTACKS[attack](version.targets(inventory.plan.plan_id))
-        return num_bytes
 
     monkeypatch.setattr(aggregator.release.publish, "link_files", dishonest)
     publish_unchecked(monkeypatch)

@@ -14,6 +14,7 @@ from aggregator.membership.registry import enroll_silo
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
+from aggregator.router.statistics import read_statistics
 from aggregator.router.train import load_report, train_router
 from ddm.cli.main import app as ddm_app
 from ddm.errors import (
@@ -115,7 +116,8 @@ def shares(tiny: TinyFederation) -> list[float]:
     """Train the router; return what each accepted silo holds of the prior, by name."""
     inventory = take_inventory(tiny.federation)
     report, held_K = train_router(tiny.federation, inventory, seed=0), [0.0] * len(inventory.silos)
-    for k, prior in zip(inventory.layout().silo_E, report.expert_priors, strict=True):
+    layout = read_statistics(tiny.federation, inventory).layout
+    for k, prior in zip(layout.silo_E, report.expert_priors, strict=True):
         held_K[k] += prior
     return held_K
 

@@ -8,6 +8,7 @@ import torch
 
 from aggregator.intake.inventory import take_inventory
 from aggregator.planning.recipe import Recipe
+from aggregator.router.statistics import read_statistics
 from ddm import Ensemble, open_ensemble
 from ddm.errors import TrustError
 from ddm.loading.release import Release, open_release
@@ -78,9 +79,9 @@ def test_federation_with_an_expert_for_each_silo_and_cluster_ends_in_a_release_t
     )
     assert [expert.cluster for expert in release.manifest.experts] == [0, 1, 0, 1]
     assert all(e.num_images is None for one in release.submissions.values() for e in one.experts)
-    inventory = take_inventory(tiny.federation)
-    assert (inventory.sketches(), inventory.class_counts()) == ({}, {})
-    assert inventory.t_release() is None
+    statistics = read_statistics(tiny.federation, take_inventory(tiny.federation))
+    assert (statistics.sketches, statistics.class_counts) == ({}, {})
+    assert statistics.t_release is None
     check_priors_follow_the_released_counts(tiny, release)
     one, two, three, four = ensemble.prior
     check_priors_are_refused(
@@ -90,16 +91,11 @@ def test_federation_with_an_expert_for_each_silo_and_cluster_ends_in_a_release_t
 
 def check_priors_follow_the_released_counts(tiny: TinyFederation, release: Release) -> None:
     """With noise of a quarter of an image, an expert's prior is its clusters' share of all units, almost."""
-    inventory = take_inventory(tiny.federation)
-    groups_of = dict(
-        zip(
-            inventory.files.clusters.group_F.tolist(),
-            inventory.files.clusters.coarse_F.tolist(),
-            strict=True,
-        )
-    )
+    statistics = read_statistics(tiny.federation, take_inventory(tiny.federation))
+    clusters = statistics.files.clusters
+    groups_of = dict(zip(clusters.group_F.tolist(), clusters.coarse_F.tolist(), strict=True))
     for expert in release.manifest.experts:
-        noisy_G = inventory.counts()[expert.silo_id].tolist()
+        noisy_G = statistics.counts[expert.silo_id].tolist()
         mine = sum(
             count for group, count in enumerate(noisy_G) if groups_of[group] == expert.cluster
         )
@@ -137,9 +133,9 @@ def test_federation_of_patients_dealt_at_random_ends_in_a_release_that_samples(
         assert [expert.num_images for expert in submission.experts] == [None, None]
         assert (submission.spent.unit, submission.spent.epsilon) == ("patient", 8.0)
         assert [one.kind for one in submission.statistics] == ["counts", "class_counts", "sketch"]
-    inventory = take_inventory(tiny.federation)
-    assert {tensor.shape for tensor in inventory.class_counts().values()} == {(2, 4)}
-    assert {tensor.shape for tensor in inventory.sketches().values()} == {(24, 3), (36, 3)}
+    statistics = read_statistics(tiny.federation, take_inventory(tiny.federation))
+    assert {tensor.shape for tensor in statistics.class_counts.values()} == {(2, 4)}
+    assert {tensor.shape for tensor in statistics.sketches.values()} == {(24, 3), (36, 3)}
     kept = json.loads((tmp_path / "tiny/north/private/state.json").read_bytes())
     assert kept["num_steps"] == 6, "progress counts the steps of both experts"
     check_priors_are_refused(

@@ -20,7 +20,7 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import (
     MAX_REASONS,
     QuarantineDecision,
-    decision_on,
+    decisions_on,
     is_admitted,
     quarantined_submissions,
     read_decisions,
@@ -297,8 +297,8 @@ def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
     )
     assert run("admit", federation.path, "east", "--reason", "they hold other images") == 0
     digest = take_inventory(federation).silos["east"].digest
-    decision = decision_on(federation, digest)
-    assert decision is not None and decision.verdict == "admitted"
+    (decision,) = decisions_on(federation, digest)
+    assert decision.verdict == "admitted"
     silos = take_inventory(federation).silos
     assert {silo_id: (silo.admitted, silo.flags) for silo_id, silo in silos.items()} == {
         "east": (True, {"east": ("stands_apart",)}),
@@ -320,7 +320,7 @@ def test_admission_covers_what_a_person_was_shown_and_nothing_else(
     assert admit("--units", units - 1) == 0
     east = take_inventory(federation).silos["east"]
     assert (east.counted.units, east.admitted) == (units - 1, False)
-    assert not is_admitted(federation, east.digest, "influence")
+    assert not is_admitted(decisions_on(federation, east.digest), "influence")
     _let_stand_apart(published, "east", monkeypatch)
     assert run("router", federation.path) == RefusedError.exit_code
     assert "stands apart" in capsys.readouterr().err

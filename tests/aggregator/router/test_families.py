@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aggregator.router import train as under_test
+from aggregator.router.statistics import AcceptedStatistics
 from aggregator.router.train import train_router
 from ddm.encoders import PcaEncoder
 from ddm.errors import RefusedError
@@ -121,6 +122,16 @@ class Statistics:
             ],
         )
 
+    def read(self) -> AcceptedStatistics:
+        return AcceptedStatistics(
+            files=self.files,
+            counts=self.counts(),
+            class_counts=self.class_counts(),
+            sketches=self.sketches(),
+            t_release=self.t_release(),
+            layout=self.layout(),
+        )
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -170,8 +181,9 @@ def files(world: RouterProblem) -> PlanFiles:
 
 @pytest.fixture(autouse=True)
 def opened_files(files: PlanFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Screening opens the plan's files, which stand in no folder here."""
+    """Screening and training open the plan's files and the silos' statistics, which are in no folder here."""
     monkeypatch.setattr(PlanFiles, "load", lambda *_: files)
+    monkeypatch.setattr(under_test, "read_statistics", lambda _, drawn: drawn.read())
 
 
 def _plan(kind: str, partition: str) -> Plan:

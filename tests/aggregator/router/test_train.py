@@ -1,11 +1,14 @@
 """The router: really trained on the sketches that arrived, judged on public data, tied to its submissions."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from aggregator.config import Federation
 from aggregator.intake.inventory import Inventory, take_inventory
+from aggregator.router.statistics import AcceptedStatistics, read_statistics
 from aggregator.router.train import load_report, router_path, train_router
 from ddm.diffusion.path import LinearPath
 from ddm.errors import MissingFileError, SetupError
@@ -35,8 +38,13 @@ def test_learned_router_changes_with_the_sketches_received(
     again = train_router(published.tiny.federation, inventory, seed=0)
     assert all(torch.equal(value, before[name]) for name, value in weights(published).items())
     assert again == first
-    others = {**inventory.sketches(), "north": torch.full_like(inventory.sketches()["north"], 0.7)}
-    monkeypatch.setattr(Inventory, "sketches", lambda inventory: others)
+
+    def read_other_sketches(federation: Federation, inventory: Inventory) -> AcceptedStatistics:
+        statistics = read_statistics(federation, inventory)
+        others = {"north": torch.full_like(statistics.sketches["north"], 0.7)}
+        return replace(statistics, sketches={**statistics.sketches, **others})
+
+    monkeypatch.setattr("aggregator.router.train.read_statistics", read_other_sketches)
     other = train_router(published.tiny.federation, inventory, seed=0)
     assert other.sketches != first.sketches
     if first.published == other.published == "learned":
@@ -48,13 +56,19 @@ def test_learned_router_starts_from_counts_but_moves_with_the_sketches(
 ) -> None:
     from ddm.routers.refit import refit_shares
 
-    inventory = take_inventory(published_once.tiny.federation)
-    noisy = torch.stack(list(inventory.counts().values()))
-    num_units = list(inventory.num_units.values())
-    counts = CountsRouter.from_counts(inventory.files.sketch, noisy, num_units, 1.0, LinearPath())
-    t_release = inventory.t_release()
-    assert t_release is not None
-    refitted = refit_shares(counts, list(inventory.sketches().values()), t_release)
+    federation = published_once.tiny.federation
+    inventory = take_inventory(federation)
+    statistics = read_statistics(federation, inventory)
+    counts = CountsRouter.from_counts(
+        statistics.files.sketch,
+        statistics.noisy_KG,
+        list(inventory.num_units.values()),
+        1.0,
+        LinearPath(),
+    )
+    assert statistics.t_release is not None
+    sketches = list(statistics.sketches.values())
+    refitted = refit_shares(counts, sketches, statistics.t_release)
     assert float((refitted.log_mass_KG.exp() - counts.log_mass_KG.exp()).abs().max()) > 1e-6
 
 
