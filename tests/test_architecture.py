@@ -159,7 +159,7 @@ def name(path: Path) -> str:
     [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})],
 )
 def test_packages_import_only_along_the_arrows(package: str, forbidden: set[str]) -> None:
-    found = {
+    violations = {
         f"{name(path)} imports {module}"
         for path in sorted((ROOT / package).rglob("*.py"))
         if "flower_app"
@@ -167,7 +167,7 @@ def test_packages_import_only_along_the_arrows(package: str, forbidden: set[str]
         for module in imports(path)
         if module.split(".")[0] in forbidden
     }
-    assert not found
+    assert not violations
 
 
 def room_of(module: str, package: str) -> str | None:
@@ -177,16 +177,16 @@ def room_of(module: str, package: str) -> str | None:
 
 def arrows(package: str) -> dict[str, set[str]]:
     """Return for every room of a package the rooms of the package that it imports, at any depth of its code."""
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
         if room == "__init__" or "flower_app" in path.parts:
             continue
         targets = {room_of(module, package) for module in imported_names(path)}
-        found.setdefault(room, set()).update(
+        imports.setdefault(room, set()).update(
             target for target in targets if target not in (None, room)
         )  # type: ignore[misc]
-    return found
+    return imports
 
 
 def imported_names(path: Path) -> Iterator[str]:
@@ -214,17 +214,17 @@ def test_arrows_between_rooms_are_those_of_the_floor_plan_and_run_downwards(pack
 
 def test_every_room_says_in_one_sentence_what_it_is() -> None:
     rooms = [path for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")]
-    found = [
+    violations = [
         name(path)
         for path in rooms
         if not (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").endswith(".")
     ]
-    assert not found
+    assert not violations
 
 
 @pytest.mark.parametrize("framework", sorted(DOORS))
 def test_each_framework_has_one_door(framework: str) -> None:
-    found = {
+    violations = {
         name(path)
         for path in SOURCES
         if any(module.split(".")[0] == framework for module in imports(path))
@@ -233,7 +233,7 @@ def test_each_framework_has_one_door(framework: str) -> None:
             for door in DOORS[framework]
         )
     }
-    assert not found
+    assert not violations
 
 
 LIGHT = (
@@ -273,8 +273,8 @@ for module in sys.argv[2:]:
 def import_one_after_another(*modules: str, without: str) -> None:
     """Import in a process of its own, where none of the modules may pull in any of `without`."""
     command = [sys.executable, "-W", "ignore", "-c", IMPORTED, without, *modules]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_light_modules_pull_in_no_torch() -> None:
@@ -290,13 +290,13 @@ def test_protocol_pulls_in_neither_torch_nor_flower() -> None:
 
 def test_nothing_unpickles() -> None:
     forbidden = ("torch.load(", "pickle.load", "allow_pickle=True", "joblib.load")
-    found = {
+    violations = {
         f"{name(path)}: {text}"
         for path in SOURCES
         for text in forbidden
         if text in path.read_text("utf-8")
     }
-    assert not found
+    assert not violations
 
 
 def error_classes() -> list[type[errors.ArchipelagoError]]:
@@ -381,13 +381,13 @@ def error_texts(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_errors_say_what_was_expected_and_found_not_only_another_or_none() -> None:
-    found = {
+    violations = {
         f"{name(path)}:{line}: {text!r}"
         for path in SOURCES
         for line, text in error_texts(path)
         if text.strip(" .,").lower() in VAGUE
     }
-    assert not found
+    assert not violations
 
 
 def test_control_vague_errors_are_found(tmp_path: Path) -> None:
@@ -403,5 +403,5 @@ def test_first_line_of_a_module_is_a_statement_not_a_question() -> None:
         name(path): (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
         for path in SOURCES
     }
-    found = {path for path, text in first_lines.items() if "?" in text.partition("\n")[0]}
-    assert not found
+    violations = {path for path, text in first_lines.items() if "?" in text.partition("\n")[0]}
+    assert not violations

@@ -142,10 +142,10 @@ def test_configured_passphrase_file_that_is_gone_is_named(
 ) -> None:
     site = planned.sites["north"].path
     edit(site / "silo.toml", "threads = 1", f'threads = 1\npassphrase_file = "{tmp_path / "gone"}"')
-    done = run("silo", "enroll", site, "--out", tmp_path / "card.json")
-    assert done.code == 4
-    assert str(tmp_path / "gone") in done.err
-    assert "configuration" in done.err
+    result = run("silo", "enroll", site, "--out", tmp_path / "card.json")
+    assert result.code == 4
+    assert str(tmp_path / "gone") in result.err
+    assert "configuration" in result.err
 
 
 def init_words(tiny: TinyFederation, site: Path, secret: Path, **changes: object) -> list[object]:
@@ -174,9 +174,9 @@ def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
 ) -> None:
     site = tmp_path / "south"
-    done = run(*init_words(planned, site, secret, **{"root-fingerprint": "0" * 64}))
-    assert done.code == 19
-    assert fingerprint_of(planned) in done.err
+    result = run(*init_words(planned, site, secret, **{"root-fingerprint": "0" * 64}))
+    assert result.code == 19
+    assert fingerprint_of(planned) in result.err
     assert run(*init_words(planned, site, secret, **{"root-fingerprint": "short"})).code == 3
     assert run(*init_words(planned, site, secret, invitation=secret)).code == 21
     assert run(*init_words(planned, site, secret, data=tmp_path / "absent.npz")).code == 4
@@ -259,9 +259,9 @@ def test_aggregator_init_names_the_address_when_it_is_none(
         "--passphrase-file",
         secret,
     )
-    done = run(*words)
-    assert done.code == 3
-    assert "--address" in done.err
+    result = run(*words)
+    assert result.code == 3
+    assert "--address" in result.err
     assert not (tmp_path / "fed").exists()
 
 
@@ -299,10 +299,10 @@ def test_message_names_the_file_and_the_field_when_configuration_is_broken(
 ) -> None:
     site = planned.sites["north"].path
     edit(site / name, old, new)
-    done = run("silo", "run", site, "--only", "worker", "--passphrase-file", secret)
-    assert done.code == 3
-    assert str(site / name) in done.err
-    assert field in done.err
+    result = run("silo", "run", site, "--only", "worker", "--passphrase-file", secret)
+    assert result.code == 3
+    assert str(site / name) in result.err
+    assert field in result.err
 
 
 def plan_words(tiny: TinyFederation, secret: Path, tmp_path: Path, **replace: str) -> list[object]:
@@ -336,20 +336,20 @@ def plan_words(tiny: TinyFederation, secret: Path, tmp_path: Path, **replace: st
 def test_plan_names_what_is_wrong_with_the_recipe(
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path, old: str, new: str, says: str
 ) -> None:
-    done = run(*plan_words(planned, secret, tmp_path, **{old: new}), "--yes")
-    assert done.code == 3
-    assert says in done.err
-    assert "plan.toml" in done.err
+    result = run(*plan_words(planned, secret, tmp_path, **{old: new}), "--yes")
+    assert result.code == 3
+    assert says in result.err
+    assert "plan.toml" in result.err
 
 
 def test_plan_needs_silos_and_a_person_or_yes(
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
 ) -> None:
     before = planned.federation.current_plan()
-    asked = run(*plan_words(planned, secret, tmp_path))
-    assert asked.code == 3
-    assert "epsilon 8" in asked.out
-    assert "--yes" in asked.err
+    result = run(*plan_words(planned, secret, tmp_path))
+    assert result.code == 3
+    assert "epsilon 8" in result.out
+    assert "--yes" in result.err
     for card in planned.federation.registry.glob("*.json"):
         card.unlink()
     assert run(*plan_words(planned, secret, tmp_path), "--yes").code == 3
@@ -381,9 +381,9 @@ def test_commands_say_what_comes_first_when_given_too_early(
     assert run("silo", "review", site).code == 3
     assert run("silo", "approve", site, "--digest", "0" * 64).code == 34
     shutil.rmtree(fed / "plans")
-    done = run("aggregator", "run", fed, "--passphrase-file", secret)
-    assert done.code == 4
-    assert "aggregator plan" in done.err
+    result = run("aggregator", "run", fed, "--passphrase-file", secret)
+    assert result.code == 4
+    assert "aggregator plan" in result.err
 
 
 def test_publish_never_touches_what_is_there(
@@ -411,10 +411,10 @@ def test_aggregator_run_names_a_busy_port_and_starts_nothing(
         port = other.getsockname()[1]
         edit(planned.federation.path / "federation.toml", "9092", str(port))
         before = set(descendants(os.getpid()))
-        done = run("aggregator", "run", planned.federation.path, "--passphrase-file", secret)
-    assert done.code == 6
-    assert f"port {port}" in done.err
-    assert "federation.toml" in done.err
+        result = run("aggregator", "run", planned.federation.path, "--passphrase-file", secret)
+    assert result.code == 6
+    assert f"port {port}" in result.err
+    assert "federation.toml" in result.err
     assert set(descendants(os.getpid())) <= before
 
 
@@ -431,9 +431,9 @@ def test_verify_pins_a_silo_key_and_refuses_another(
     run: Run, published: PublishedRelease, look: list[object]
 ) -> None:
     keys = verify_release(published.release, published.root.read_bytes(), state=None).silo_keys
-    done = run("ddm", "verify", *look, "--silo-key", f"north={keys['north'].upper()}")
-    assert done.code == 0
-    assert "by the key you pinned" in done.out
+    result = run("ddm", "verify", *look, "--silo-key", f"north={keys['north'].upper()}")
+    assert result.code == 0
+    assert "by the key you pinned" in result.out
     assert run("ddm", "verify", *look, "--silo-key", f"north={keys['east']}").code == 11
     assert run("ddm", "verify", *look, "--silo-key", "north").code == 3
     twice = [f"--silo-key=north={keys[silo]}" for silo in ("east", "north")]
@@ -464,26 +464,26 @@ def test_expired_timestamp_is_refused_and_loud_when_archived(
     publish_unchecked(monkeypatch)
     published.tiny.publish(old)
     assert run("ddm", "verify", old, *look[1:]).code == 14
-    done = run("ddm", "verify", old, *look[1:], "--archived")
-    assert done.code == 50
-    assert "WARNING" in done.err
+    result = run("ddm", "verify", old, *look[1:], "--archived")
+    assert result.code == 50
+    assert "WARNING" in result.err
 
 
 def test_verify_names_the_folder_when_its_memory_cannot_be_written(
     run: Run, published: PublishedRelease, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    done = run(
+    result = run(
         "ddm", "verify", published.release, "--root", published.root, "--state", tmp_path / "file"
     )
-    assert done.code in (2, 3)
-    assert str(tmp_path / "file") in done.err
+    assert result.code in (2, 3)
+    assert str(tmp_path / "file") in result.err
 
 
 def test_sample_explains_a_prior_that_is_none(run: Run, look: list[object], tmp_path: Path) -> None:
     for prior in ["", "south=1", "north", "north=-1", "north=nan", "north=0", "north=1,north=2"]:
         with case(prior=prior):
-            done = run(
+            result = run(
                 "ddm",
                 "sample",
                 *look,
@@ -496,8 +496,8 @@ def test_sample_explains_a_prior_that_is_none(run: Run, look: list[object], tmp_
                 "--out",
                 tmp_path / "a.png",
             )
-            assert done.code == 3
-            assert "--prior" in done.err
+            assert result.code == 3
+            assert "--prior" in result.err
             assert not (tmp_path / "a.png").exists()
 
 
@@ -507,14 +507,14 @@ def test_sample_refuses_an_odd_name_before_it_works(
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
     for name in ("a.jpg", "file", "folder.png"):
-        done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / name)
-        assert done.code == 3
-        assert "sampling" not in done.out
-    done = run(
+        result = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / name)
+        assert result.code == 3
+        assert "sampling" not in result.out
+    result = run(
         "ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / "file" / "a.png"
     )
-    assert done.code == 8
-    assert "sampling" not in done.out
+    assert result.code == 8
+    assert "sampling" not in result.out
 
 
 @pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1"])
@@ -596,9 +596,9 @@ def test_full_disk_leaves_the_old_samples_whole(
         "--num",
         "128",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 8
-    assert "room" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 8
+    assert "room" in result.stderr
     assert out.read_bytes() == before
     assert not list(tmp_path.glob(".*.part"))
 
@@ -692,12 +692,12 @@ sys.argv = ["{command}", "--help"]
 def test_interrupt_while_a_command_is_imported_is_answered_in_one_line(command: str) -> None:
     for number, code in ((int(signal.SIGINT), 130), (0, 0)):  # signal 0 is none
         text = INTERRUPTED.format(module="click", number=number, command=command)
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", text], capture_output=True, text=True, check=False
         )
-        assert done.returncode == code
-        assert ("Interrupted" in done.stderr) == bool(number)
-        assert "Traceback" not in done.stderr
+        assert result.returncode == code
+        assert ("Interrupted" in result.stderr) == bool(number)
+        assert "Traceback" not in result.stderr
 
 
 ENDED = """
@@ -718,13 +718,13 @@ silo()
 
 
 def test_interrupt_of_a_command_that_has_ended_changes_nothing() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", ENDED.format(number=int(signal.SIGINT))],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (7, "", "")
 
 
 def test_make_explains_an_old_and_a_missing_python(tmp_path: Path) -> None:
@@ -734,15 +734,15 @@ def test_make_explains_an_old_and_a_missing_python(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "requirements.lock", "torch.lock", "torch-cpu.lock"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     for python, says in ((old, "Python 3.8.1"), ("python-that-is-not-there", "not there")):
-        done = subprocess.run(
+        result = subprocess.run(
             ["make", "setup", f"PYTHON={python}"],
             cwd=tmp_path,
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 2
-        assert "needs Python 3.11 or newer" in done.stdout
-        assert says in done.stdout
-        assert "make setup PYTHON=" in done.stdout
+        assert result.returncode == 2
+        assert "needs Python 3.11 or newer" in result.stdout
+        assert says in result.stdout
+        assert "make setup PYTHON=" in result.stdout
     assert not (tmp_path / ".venv").exists()

@@ -102,18 +102,20 @@ def verbs() -> list[tuple[str, str]]:
 
 def commands_of(app: typer.Typer) -> dict[str, click.Command]:
     """Every command of a program by its name; one of a group has two words."""
-    found: dict[str, click.Command] = {}
+    commands: dict[str, click.Command] = {}
     for name, command in command_group(app).commands.items():
         if isinstance(command, click.Group):
-            found |= {f"{name} {each}": inner for each, inner in command.commands.items()}
+            commands |= {
+                f"{name} {inner_name}": inner for inner_name, inner in command.commands.items()
+            }
         else:
-            found[name] = command
-    return found
+            commands[name] = command
+    return commands
 
 
 def command_group(app: typer.Typer) -> click.Group:
-    found: Any = typer.main.get_command(app)
-    return found
+    group: Any = typer.main.get_command(app)
+    return group
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -135,8 +137,8 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def test_relative_links_and_anchors_of_a_page_resolve() -> None:
-    found = {page.relative_to(ROOT).as_posix(): list(broken_links(page)) for page in PAGES}
-    assert not {page: broken for page, broken in found.items() if broken}
+    links = {page.relative_to(ROOT).as_posix(): list(broken_links(page)) for page in PAGES}
+    assert not {page: broken for page, broken in links.items() if broken}
 
 
 def test_a_link_to_nothing_is_noticed(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_commands_page_names_exactly_the_flags_of_a_verb() -> None:
             text = section(COMMANDS, f"### {program} {verb}")
             assert sorted(named_in_tables(text)) == sorted(flags)
             arguments = [
-                str(each.metavar) for each in command.params if isinstance(each, click.Argument)
+                str(param.metavar) for param in command.params if isinstance(param, click.Argument)
             ]
             assert f"`{' '.join([program, verb, *arguments])}`" in text
 
@@ -169,7 +171,7 @@ def test_commands_page_names_exactly_what_status_prints_for_scripts() -> None:
         for line in section(COMMANDS, "### silo status").splitlines()
         if line.startswith("| `--json`")
     )
-    told = SiteStatus(
+    status = SiteStatus(
         "north",
         "/srv/north",
         State(),
@@ -181,7 +183,7 @@ def test_commands_page_names_exactly_what_status_prints_for_scripts() -> None:
         waiting=None,
         audit=None,
     )
-    assert re.findall(r"`(\w+)`", row) == list(told.as_json())
+    assert re.findall(r"`(\w+)`", row) == list(status.as_json())
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -264,7 +266,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("page", "heading", "model"), SETTINGS, ids=lambda each: getattr(each, "__name__", None)
+    ("page", "heading", "model"), SETTINGS, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_a_page_names_exactly_the_fields_of_a_configuration_file(
     page: Path, heading: str, model: type[BaseModel]
@@ -274,7 +276,7 @@ def test_a_page_names_exactly_the_fields_of_a_configuration_file(
 
 def typed_commands() -> list[tuple[str, tuple[str, ...]]]:
     """Every command of ours that a page shows as typed: the page's name, and the command's words."""
-    found = []
+    examples = []
     for page in GUIDES:
         for block in re.findall(
             r"^```console$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
@@ -283,13 +285,13 @@ def typed_commands() -> list[tuple[str, tuple[str, ...]]]:
                 typed = re.match(r"[$#>] +(?:.*(?: -- |\bdo ))?((?:silo|aggregator|ddm) .*)", line)
                 if typed:
                     words = shlex.shlex(typed[1], posix=True, punctuation_chars=True)
-                    found.append(
+                    examples.append(
                         (
                             page.name,
                             tuple(takewhile(lambda word: word not in (";", "&", "|"), words)),
                         )
                     )
-    return found
+    return examples
 
 
 @pytest.mark.parametrize(("page", "command"), typed_commands())
@@ -306,9 +308,9 @@ def test_a_typed_command_has_the_arguments_and_options_of_its_verb(
     assert not required - set(arguments)
     values, _, _ = known.make_parser(click.Context(known)).parse_args(list(arguments))
     assert all(
-        values.get(each.name)
-        for each in known.params
-        if isinstance(each, click.Argument) and each.required
+        values.get(param.name)
+        for param in known.params
+        if isinstance(param, click.Argument) and param.required
     )
 
 
@@ -349,13 +351,13 @@ def test_no_page_uses_a_word_that_the_glossary_avoids() -> None:
     words = words_to_avoid()
     assert words
     avoided = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b", re.IGNORECASE)
-    found = {
+    wrong = {
         f"{page.name}: {match[0]}"
         for page in GUIDES
         if page != GLOSSARY
         for match in avoided.finditer(re.sub(r"`[^`]*`", "", prose(page)))
     }
-    assert not found
+    assert not wrong
 
 
 def test_glossary_has_each_word_once_and_in_order() -> None:
@@ -472,7 +474,7 @@ REACHED = re.compile(r"(?:(call|file|message) (?:`([^`]+)` )?from|(result) of) (
 
 def walks() -> dict[str, list[Step]]:
     """The walks of the code map by their headings; the first step of each is where it enters."""
-    found = {}
+    steps_by_heading = {}
     for heading in re.findall(r"^### .+$", CODE_MAP.read_text("utf-8"), re.MULTILINE):
         rows = re.findall(
             r"^\| (\d+) \| (.*?) ?\| `([^`]+)` \|", section(CODE_MAP, heading), re.MULTILINE
@@ -483,8 +485,8 @@ def walks() -> dict[str, list[Step]]:
             match = REACHED.fullmatch(reached)
             assert match and int(match[4]) < int(number), f"{heading}, step {number}: {reached!r}"
             steps.append(Step(file, match[1] or match[3], match[2], steps[int(match[4]) - 1].file))
-        found[heading] = steps
-    return found
+        steps_by_heading[heading] = steps
+    return steps_by_heading
 
 
 def test_code_map_has_a_walk_of_a_plan_of_a_picture_of_an_image_and_of_an_expert() -> None:

@@ -23,8 +23,8 @@ def sections() -> dict[str, str]:
 
 def block(text: str, language: str) -> str:
     """The one block of a section in a language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return str(found)
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return str(block)
 
 
 def copy_of_the_packages(folder: Path) -> Path:

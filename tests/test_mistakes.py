@@ -456,10 +456,10 @@ MISTAKES = {
 
 def typed(words: Words) -> CommandResult:
     """Type a command, and look at the form of what it says."""
-    done = run_command(*words)
-    assert done.code in CODES, done.err
-    assert len(done.err.splitlines()) <= MAX_LINES, done.err
-    return done
+    result = run_command(*words)
+    assert result.code in CODES, result.err
+    assert len(result.err.splitlines()) <= MAX_LINES, result.err
+    return result
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -468,11 +468,11 @@ def test_mistake_ends_with_a_documented_code_and_its_remedy_helps(
 ) -> None:
     mistake = MISTAKES[name]
     mistake.spoil(world)
-    done = typed(mistake.typed(world))
-    assert done.code == mistake.code, done.err
-    assert mistake.says in done.err + done.out
-    if done.code not in (0, 2) and done.err:
-        assert "to do:" in done.err
+    result = typed(mistake.typed(world))
+    assert result.code == mistake.code, result.err
+    assert mistake.says in result.err + result.out
+    if result.code not in (0, 2) and result.err:
+        assert "to do:" in result.err
     mistake.mend(world)
     if mistake.mend is not do_nothing or mistake.after:
         again = typed((mistake.after or mistake.typed)(world))
@@ -493,16 +493,16 @@ def test_approving_twice_changes_nothing(world: WaitingFederation) -> None:
     before = approval.read_bytes()
     assert typed(approve).code == 0 and approval.read_bytes() == before
     assert world.tiny.work("north", until="in_outbox").sequence == 1
-    done = typed(approve)
-    assert done.code == 34 and "It was sent" in done.err
+    result = typed(approve)
+    assert result.code == 34 and "It was sent" in result.err
 
 
 def test_second_worker_is_told_of_the_first_and_a_lock_left_by_a_dead_one_holds_nobody(
     world: WaitingFederation,
 ) -> None:
     with locked(world.north / "private", "worker"):
-        done = typed(["silo", "withdraw", world.north, *world.secret])
-    assert done.code == 6 and "to do:" in done.err
+        result = typed(["silo", "withdraw", world.north, *world.secret])
+    assert result.code == 6 and "to do:" in result.err
     left = list((world.north / "private").glob("*lock*")) + list(
         (world.north / "private").glob(".*lock*")
     )
@@ -518,14 +518,14 @@ def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(
         other.listen()
         port = other.getsockname()[1]
         edit_text("fed/federation.toml", "9092", str(port))(world)
-        done = typed(["aggregator", "run", world.fed, *world.secret])
-    assert done.code == 6
+        result = typed(["aggregator", "run", world.fed, *world.secret])
+    assert result.code == 6
     named = {
         "federation.toml": ("port = ", ""),
         "invitation.json": ('"address":"', ""),
         "silo.toml": ("address = ", ""),
     }
-    assert all(each in done.err for each in named)
+    assert all(word in result.err for word in named)
     edit_text("fed/federation.toml", f"port = {port}", "port = 9093")(world)
     edit_text("fed/invitation.json", "127.0.0.1:9092", "127.0.0.1:9093")(world)
     edit_text("north/silo.toml", "127.0.0.1:9092", "127.0.0.1:9093")(world)
@@ -554,13 +554,13 @@ def test_full_disk_and_a_folder_of_somebody_else_say_so_and_leave_nothing_half(
 ) -> None:
     card = ["silo", "enroll", world.north, "--out", world.path / "new" / "card.json", *world.secret]
     with small_files(64):
-        done = typed(card)
-    assert done.code == 8 and "Make room" in done.err
+        result = typed(card)
+    assert result.code == 8 and "Make room" in result.err
     assert not list(world.path.glob("new/*"))
     assert typed(card).code == 0
     # root, too, may write nothing there
-    done = typed([*card[:4], "/proc/1/card.json", *world.secret])
-    assert done.code == 8 and "to do:" in done.err
+    result = typed([*card[:4], "/proc/1/card.json", *world.secret])
+    assert result.code == 8 and "to do:" in result.err
 
 
 INTERRUPTED = {

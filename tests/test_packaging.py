@@ -79,9 +79,9 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
-    found = files_of_wheel(wheel)
-    metadata = {name for name in found if name.split("/")[0].endswith(".dist-info")}
-    assert {name: found[name] for name in found if name not in metadata} == tracked(*PACKAGES)
+    files = files_of_wheel(wheel)
+    metadata = {name for name in files if name.split("/")[0].endswith(".dist-info")}
+    assert {name: files[name] for name in files if name not in metadata} == tracked(*PACKAGES)
     # fmt: skip
     assert {name.partition("/")[2] for name in metadata} == {
         "METADATA",
@@ -95,18 +95,18 @@ def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> Non
         "ddm/pages/templates/report.html.jinja",
         "silo/client_app.py",
     ):
-        assert needed in found
-    assert "aggregator/runtime/flower_app/pyproject.toml" in found
+        assert needed in files
+    assert "aggregator/runtime/flower_app/pyproject.toml" in files
     for templates in ("silo/services", "aggregator/services", "ddm/services"):
         assert any(
-            name.startswith(f"{templates}/templates/") and name.endswith(".jinja") for name in found
+            name.startswith(f"{templates}/templates/") and name.endswith(".jinja") for name in files
         ), templates
 
 
 def test_sdist_holds_every_file_of_the_tree_and_no_other(sdist: Path) -> None:
-    found = files_of_sdist(sdist)
-    del found["PKG-INFO"]
-    assert found == tracked()
+    files = files_of_sdist(sdist)
+    del files["PKG-INFO"]
+    assert files == tracked()
 
 
 def test_wheel_of_the_sdist_is_that_of_the_tree_to_the_byte(
@@ -148,7 +148,7 @@ def bash(folder: Path, script: str, extra: Mapping[str, str] | None = None) -> s
         **(extra or {}),
     }
     command = ["bash", "-euo", "pipefail", "-c", script]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=folder,
         env=environment,
@@ -157,8 +157,8 @@ def bash(folder: Path, script: str, extra: Mapping[str, str] | None = None) -> s
         timeout=800,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("program", PACKAGES)
@@ -188,7 +188,8 @@ def test_first_steps_of_the_tutorial_work_as_typed_beside_the_installed_wheel(
     installed: Path,
 ) -> None:
     script = "\n".join(
-        typed(each) for each in ("", "1. Data", "2. A federation", "3. Three sites", "4. A plan")
+        typed(heading)
+        for heading in ("", "1. Data", "2. A federation", "3. Three sites", "4. A plan")
     )
     said = bash(installed, script)
     assert "Signed plan digits-" in said

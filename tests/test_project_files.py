@@ -31,8 +31,8 @@ def parsed(path: Path) -> Any:
 
 
 def pinned(text: str) -> dict[str, str]:
-    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", text, flags=re.MULTILINE)
-    return {name.lower().replace("_", "-"): version for name, version in found}
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", text, flags=re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in pins}
 
 
 def test_help_lists_every_target_of_the_makefile() -> None:
@@ -51,7 +51,7 @@ def test_a_workflow_only_reads_and_runs_pinned_actions_and_targets_of_the_makefi
     for job in workflow["jobs"].values():
         assert "permissions" not in job
         uses = [step["uses"] for step in job["steps"] if "uses" in step]
-        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", each) for each in uses)
+        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", use) for use in uses)
         (command,) = [step["run"] for step in job["steps"] if "run" in step]
         program, *targets = command.split()
         assert program == ".ci/run"
@@ -120,11 +120,15 @@ def test_locks_hold_every_direct_dependency_and_the_build_backend() -> None:
     ]
     named = [
         *PROJECT["dependencies"],
-        *(each for extra in PROJECT["optional-dependencies"].values() for each in extra),
+        *(
+            requirement
+            for extra in PROJECT["optional-dependencies"].values()
+            for requirement in extra
+        ),
     ]
     names = {
-        re.match(r"[A-Za-z0-9_-]+", each)[0].lower().replace("_", "-")
-        for each in [*named, *backend]
+        re.match(r"[A-Za-z0-9_-]+", requirement)[0].lower().replace("_", "-")
+        for requirement in [*named, *backend]
     }  # type: ignore[index]
     assert names - pinned(LOCKS["requirements"]).keys() == {"archipelago", "torch", "torchvision"}
 
@@ -137,7 +141,10 @@ def test_everything_installed_is_in_a_lock() -> None:
             r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", lock, flags=re.MULTILINE
         ):
             locked.setdefault(canonicalize_name(name), set()).add(version)
-    installed = {canonicalize_name(each.name): each.version for each in distributions()}
+    installed = {
+        canonicalize_name(distribution.name): distribution.version
+        for distribution in distributions()
+    }
     assert {name: v for name, v in installed.items() if v not in locked.get(name, ())} == {
         "archipelago": PROJECT["version"]
     }
@@ -157,7 +164,7 @@ def test_setup_installs_by_hash_alone_and_ci_names_packages_by_version() -> None
     )
     lists = (ROOT / ".ci" / name for name in ("packages", "packages.slow"))
     packages = [
-        line for each in lists for line in each.read_text().splitlines() if not line.startswith("#")
+        line for path in lists for line in path.read_text().splitlines() if not line.startswith("#")
     ]
     assert packages and all(re.fullmatch(r"[a-z0-9-]+=[0-9][^=]*", line) for line in packages)
 
@@ -176,15 +183,19 @@ def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
     subprocess.run(
         [Path(sys.executable).with_name("cyclonedx-py"), *words], check=True, capture_output=True
     )
-    found = json.loads(bill.read_text("utf-8"))
+    document = json.loads(bill.read_text("utf-8"))
     assert (
-        found["bomFormat"] == "CycloneDX"
-        and found["metadata"]["component"]["name"] == "archipelago"
+        document["bomFormat"] == "CycloneDX"
+        and document["metadata"]["component"]["name"] == "archipelago"
     )
-    listed = {(canonicalize_name(each["name"]), each["version"]) for each in found["components"]}
-    assert {(canonicalize_name(each.name), each.version) for each in distributions()} - listed <= {
-        ("archipelago", PROJECT["version"])
+    listed = {
+        (canonicalize_name(component["name"]), component["version"])
+        for component in document["components"]
     }
+    assert {
+        (canonicalize_name(distribution.name), distribution.version)
+        for distribution in distributions()
+    } - listed <= {("archipelago", PROJECT["version"])}
     assert str(ROOT) not in bill.read_text("utf-8")
 
 
@@ -200,8 +211,11 @@ def test_packages_draw_nothing_with_matplotlib_which_is_an_extra() -> None:
         for name in (
             [node.module or ""]
             if isinstance(node, ast.ImportFrom)
-            else [each.name for each in node.names]
+            else [alias.name for alias in node.names]
         )
     }
     assert "matplotlib" not in imported
-    assert any(each.startswith("matplotlib") for each in PROJECT["optional-dependencies"]["plots"])
+    assert any(
+        requirement.startswith("matplotlib")
+        for requirement in PROJECT["optional-dependencies"]["plots"]
+    )

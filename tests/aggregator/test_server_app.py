@@ -46,8 +46,8 @@ def test_answer_is_refused_when_it_names_one_chunk_thousands_of_times(
 ) -> None:
     """The attack: 10 GB of memory for 5 MB on the wire. Named once, it is put together and judged by its content."""
     command = [sys.executable, "-W", "ignore", "-c", BOMB, str(times)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == said, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == said, result.stderr
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, TypeError, AttributeError, RecursionError])

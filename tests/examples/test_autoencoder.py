@@ -35,7 +35,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def run(data: Path, out: Path, steps: int, *more: str, expect: int = 0) -> str:
-    asked = [
+    command = [
         sys.executable,
         str(SCRIPT),
         "--data",
@@ -46,22 +46,22 @@ def run(data: Path, out: Path, steps: int, *more: str, expect: int = 0) -> str:
         str(steps),
         *more,
     ]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    assert done.returncode == expect, done.stderr
-    return done.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == expect, result.stderr
+    return result.stdout
 
 
 def test_autoencoder_beats_the_mean_image_and_a_plan_takes_its_table(
     data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "autoencoder.safetensors"
-    told = run(data, out, 60)
-    line = next(line for line in told.splitlines() if line.startswith("reconstruction"))
+    output = run(data, out, 60)
+    line = next(line for line in output.splitlines() if line.startswith("reconstruction"))
     error, of_mean = (
         float(part.split("(")[0].split()[-1]) for part in line.split(": ")[1].split(", ")
     )
     assert error < 0.7 * of_mean
-    table = tomllib.loads(told[told.index("[latent]") :])["latent"]
+    table = tomllib.loads(output[output.index("[latent]") :])["latent"]
     recipe = AutoencoderKlRecipe.model_validate_json(json.dumps(table))
     with np.load(data) as public:
         images = torch.from_numpy(public["images"])
@@ -73,7 +73,7 @@ def test_run_that_was_killed_goes_on_to_the_same_bytes(data: Path, tmp_path: Pat
     whole = tmp_path / "whole.safetensors"
     parts = tmp_path / "parts.safetensors"
     run(data, whole, 30, "--every", "10")
-    asked = [
+    command = [
         sys.executable,
         "-u",
         str(SCRIPT),
@@ -86,7 +86,7 @@ def test_run_that_was_killed_goes_on_to_the_same_bytes(data: Path, tmp_path: Pat
         "--every",
         "10",
     ]
-    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("step 10 ")
         process.kill()

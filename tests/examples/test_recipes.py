@@ -87,8 +87,8 @@ def changed(name: str, **more: Any) -> dict[str, Any]:
     for path, value in {**ALWAYS, **SMALL[name], **more}.items():
         *way, field = path.split(".")
         table = tables
-        for each in way:
-            table = table[each]
+        for key in way:
+            table = table[key]
         table[field] = value
         if value is None:
             del table[field]
@@ -196,10 +196,10 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
     recipe = tmp_path / "plan.toml"
     recipe.write_bytes(tomli_w.dumps(changed(name, **more)).encode())
     (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
-    done = run_command("aggregator", "plan", tiny.federation.path, "--recipe", recipe, "--public", public, "--yes",
+    result = run_command("aggregator", "plan", tiny.federation.path, "--recipe", recipe, "--public", public, "--yes",
                    "--passphrase-file", tmp_path / "pass")  # fmt: skip
-    assert done.code == 0, done.err
-    assert "each picture" in done.out
+    assert result.code == 0, result.err
+    assert "each picture" in result.out
     plan, _ = tiny.federation.current_plan()
     tiny.take_part("north", plan.plan_id)
     sent = tiny.sites["north"].outbox / plan.plan_id / "1" / submission_path("north")

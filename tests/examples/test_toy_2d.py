@@ -63,9 +63,9 @@ def test_figure_is_small_for_exact_experts_and_above_the_bound_for_wrong_weights
 
 def run_script(out: Path, *more: str) -> tuple[int, str]:
     words = [sys.executable, str(EXAMPLE / "run.py"), "--out", str(out), *more]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=800)
-    assert not done.stderr, done.stderr
-    return done.returncode, done.stdout.splitlines()[-1]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=800)
+    assert not result.stderr, result.stderr
+    return result.returncode, result.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow

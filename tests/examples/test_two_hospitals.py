@@ -88,32 +88,32 @@ def test_what_is_not_the_data_set_is_refused_with_what_to_name(tmp_path: Path) -
     ]:
         with pytest.raises(script.InputError, match=said):
             script.make_data(folder, file, tmp_path / "data")
-    done = run(
+    result = run(
         "make_data.py", "--hannover", tmp_path, "--pneumonia", pneumonia, "--out", tmp_path / "data"
     )
     assert (
-        done.returncode == 1
-        and done.stderr.startswith("error: ")
-        and "Traceback" not in done.stderr
+        result.returncode == 1
+        and result.stderr.startswith("error: ")
+        and "Traceback" not in result.stderr
     )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    done = run(
+    result = run(
         "run.py", "--hannover", hannover, "--pneumonia", pneumonia, "--out", tmp_path / "mine"
     )
     assert (
-        done.returncode == 1
-        and "--out" in done.stderr
+        result.returncode == 1
+        and "--out" in result.stderr
         and (tmp_path / "mine" / "thesis.txt").exists()
     )
 
 
 def published(folder: Path) -> tuple[Path, Path]:
     """The published data sets, where variables name them."""
-    found = [os.environ.get(name) for name in ("CXR_HANNOVER", "PNEUMONIA_MNIST")]
-    if not all(found):
+    folders = [os.environ.get(name) for name in ("CXR_HANNOVER", "PNEUMONIA_MNIST")]
+    if not all(folders):
         pytest.skip("the variables CXR_HANNOVER and PNEUMONIA_MNIST do not name the data sets")
-    return Path(str(found[0])), Path(str(found[1]))
+    return Path(str(folders[0])), Path(str(folders[1]))
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_example_leads_from_folders_to_samples_of_a_verified_release(
         recipe = recipe.replace(old, new)
     (tmp_path / "plan.toml").write_text(recipe)
     out = tmp_path / "out"
-    given = (
+    options = (
         "--hannover",
         hannover,
         "--pneumonia",
@@ -139,15 +139,15 @@ def test_example_leads_from_folders_to_samples_of_a_verified_release(
         "--num",
         4,
     )
-    done = run("run.py", *given, "--out", out)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = run("run.py", *options, "--out", out)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     for name in ("hannover", "guangzhou", "both"):
         with Image.open(out / f"{name}.png") as picture:
             assert picture.width > 100
-    assert "none unlisted" in done.stdout
+    assert "none unlisted" in result.stdout
     submissions = [
         json.loads(path.read_bytes()) for path in out.glob("*/outbox/**/submission.json")
     ]
     with (out / "data" / "hannover.csv").open() as handle:
         patients = len({row["patient"] for row in csv.DictReader(handle)})
-    assert min(each["num_units"] for each in submissions) == patients
+    assert min(submission["num_units"] for submission in submissions) == patients

@@ -31,9 +31,9 @@ pytestmark = [
 
 @pytest.fixture
 def operators(tmp_path: Path) -> Iterator[Operators]:
-    found = Operators(tmp_path)
-    yield found
-    found.stop()
+    operators = Operators(tmp_path)
+    yield operators
+    operators.stop()
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,10 @@ def test_silo_with_a_wrong_clock_is_told_so_and_ends_well_with_the_right_one(
         ]
     serve_everything(operators)
     south = operators.folder / "south" / "private" / "state.json"
-    done = lambda: south.exists() and json.loads(south.read_text())["state"] == "accepted"  # noqa: E731
-    operators.wait_until(done, "the other silo's receipt")
-    told = lambda: "clock" in operators.running["north-courier"].log_tail()  # noqa: E731
-    operators.wait_until(told, "a word about the clock")
+    is_accepted = lambda: south.exists() and json.loads(south.read_text())["state"] == "accepted"  # noqa: E731
+    operators.wait_until(is_accepted, "the other silo's receipt")
+    names_the_clock = lambda: "clock" in operators.running["north-courier"].log_tail()  # noqa: E731
+    operators.wait_until(names_the_clock, "a word about the clock")
     for part in ("worker", "courier"):
         operators.running[f"north-{part}"].terminate()
         del operators.prefix[f"north-{part}"]

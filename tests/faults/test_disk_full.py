@@ -25,9 +25,9 @@ pytestmark = [
 
 @pytest.fixture
 def operators(tmp_path: Path) -> Iterator[Operators]:
-    found = Operators(tmp_path)
-    yield found
-    found.stop()
+    operators = Operators(tmp_path)
+    yield operators
+    operators.stop()
 
 
 @contextmanager

@@ -28,9 +28,9 @@ DOCUMENTED = {None, 0, 8, 9, 40}
 
 @pytest.fixture
 def operators(tmp_path: Path) -> Iterator[Operators]:
-    found = Operators(tmp_path)
-    yield found
-    found.stop()
+    operators = Operators(tmp_path)
+    yield operators
+    operators.stop()
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def disturb(operators: Operators, library: Path, service: str, at: int) -> None:
     """Let a service find the disk full at a call."""
     folder = operators.folder
     fault = Fault([folder / SERVICES[service]], at, folder / "full")
-    told = {"LD_PRELOAD": str(library), **fault.environment(folder / f"{service}.count")}
-    operators.prefix[service] = ["env", *(f"{name}={value}" for name, value in told.items())]
+    variables = {"LD_PRELOAD": str(library), **fault.environment(folder / f"{service}.count")}
+    operators.prefix[service] = ["env", *(f"{name}={value}" for name, value in variables.items())]
 
 
 @pytest.fixture(scope="module")

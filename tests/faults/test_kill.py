@@ -51,9 +51,9 @@ def pair_of(seed: int) -> tuple[str, str]:
 
 @pytest.fixture
 def operators(tmp_path: Path) -> Iterator[Operators]:
-    found = Operators(tmp_path)
-    yield found
-    found.stop()
+    operators = Operators(tmp_path)
+    yield operators
+    operators.stop()
 
 
 def kill(operators: Operators, victim: str) -> bool:

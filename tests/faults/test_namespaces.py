@@ -76,7 +76,7 @@ class NetworkedFederation:
 
     def stranger(self, *arguments: object) -> list[str]:
         """The command of a stranger who does something."""
-        words = [str(each) for each in arguments]
+        words = [str(argument) for argument in arguments]
         return [
             *self.switch.inside("stranger"),
             sys.executable,
@@ -87,7 +87,7 @@ class NetworkedFederation:
 
     def ask_stranger(self, *arguments: object) -> dict[str, Any]:
         """Let the stranger do something, and return what it found."""
-        done = subprocess.run(
+        result = subprocess.run(
             self.stranger(*arguments),
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -95,7 +95,7 @@ class NetworkedFederation:
             check=True,
             timeout=300,
         )
-        return json.loads(done.stdout)  # type: ignore[no-any-return]
+        return json.loads(result.stdout)  # type: ignore[no-any-return]
 
     def rate(self) -> float:
         """Messages of 64 KiB that arrive from the silo in a second, from one arrival to a later one."""
@@ -129,11 +129,11 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkedFe
             )
             operators.serve("aggregator", "aggregator", "run", operators.fed)
             operators.serve("north", "silo", "run", operators.folder / "north")
-            found = NetworkedFederation(operators, switch)
+            networked = NetworkedFederation(operators, switch)
             operators.wait_until(
-                lambda: found.received() > 4 * SHARD_BYTES, "the submission on its way"
+                lambda: networked.received() > 4 * SHARD_BYTES, "the submission on its way"
             )
-            yield found
+            yield networked
         finally:
             operators.stop()
 
@@ -170,7 +170,7 @@ def test_flood_of_idle_and_slow_connections_leaves_a_silo_half_its_rate(
                 held = hold(numbers)
                 rates[name].append(federation.rate())
                 print(f"{name}: {held} connections, {rates[name][-1]:.2f} messages/s")
-    medians = {name: statistics.median(each) for name, each in rates.items()}
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
     print(medians)
     assert medians["both"] >= medians["none"] / 2, rates
     assert federation.operators.num_restarts == {"aggregator": 0, "north": 0}
@@ -181,10 +181,12 @@ def test_stranger_finds_one_open_port_and_none_at_the_silo(federation: Networked
     reachable = {host: switch.reachable(host) for host in ("aggregator", "silo")}
     assert all(ADDRESSES[host] in addresses for host, addresses in reachable.items())
     print(reachable)
-    found = federation.ask_stranger("scan", *reachable["aggregator"], *reachable["silo"])
+    open_ports = federation.ask_stranger("scan", *reachable["aggregator"], *reachable["silo"])
     announced = {ADDRESSES["aggregator"]: [federation.port]}
-    assert found == {
-        address: announced.get(address, []) for each in reachable.values() for address in each
+    assert open_ports == {
+        address: announced.get(address, [])
+        for addresses in reachable.values()
+        for address in addresses
     }
     assert [switch.sockets("aggregator", kind) for kind in ("tcp", "udp")] == [
         [f"{ADDRESSES['aggregator']}:{federation.port}"],
@@ -194,15 +196,15 @@ def test_stranger_finds_one_open_port_and_none_at_the_silo(federation: Networked
 
 
 def test_open_port_tells_a_stranger_nothing(federation: NetworkedFederation) -> None:
-    found = federation.ask_stranger("ask", ADDRESSES["aggregator"], federation.port)
-    assert found["flower"] == {}
-    assert len(found["answers"]) > 20
-    for request, answer in found["answers"].items():
+    answers = federation.ask_stranger("ask", ADDRESSES["aggregator"], federation.port)
+    assert answers["flower"] == {}
+    assert len(answers["answers"]) > 20
+    for request, answer in answers["answers"].items():
         with case(request=request):
             head, _, body = answer.partition("\r\n\r\n")
             assert (
                 re.match(r"HTTP/1\.1 (400|401|403|404) ", head) and "\r\nServer: nginx\r\n" in head
             )
             assert len(answer) < 600, answer
-            told = [word for word in TELLING if word in (head + body).lower()]
-            assert not told, answer
+            telling_words = [word for word in TELLING if word in (head + body).lower()]
+            assert not telling_words, answer

@@ -80,20 +80,20 @@ class Cable:
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    found = Cable()
+    network_cable = Cable()
     try:
-        found.lay()
-        yield found
+        network_cable.lay()
+        yield network_cable
     finally:
-        found.remove()
+        network_cable.remove()
 
 
 @pytest.fixture
 def operators(tmp_path: Path, cable: Cable) -> Iterator[Operators]:
     couriers = {f"{silo}-courier": cable.inside("s") for silo in SILOS}
-    found = Operators(tmp_path, {"aggregator": cable.inside("a"), **couriers})
-    yield found
-    found.stop()
+    operators = Operators(tmp_path, {"aggregator": cable.inside("a"), **couriers})
+    yield operators
+    operators.stop()
 
 
 def test_transfer_goes_on_after_the_network_was_cut_for_90_seconds(

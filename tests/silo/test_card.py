@@ -93,7 +93,10 @@ def test_command_writes_the_card_and_says_what_it_states(
     (tiny.path / "pass").write_text("correct horse\n")
     arguments = ["enroll", tiny.sites[SILO].path, "--out", tiny.path / "new.json", "--images", 48]
     with pytest.raises(SystemExit) as left:
-        run_app(app, [str(each) for each in (*arguments, "--passphrase-file", tiny.path / "pass")])
+        run_app(
+            app,
+            [str(argument) for argument in (*arguments, "--passphrase-file", tiny.path / "pass")],
+        )
     assert left.value.code == 0
     assert "for at most 48 images" in capsys.readouterr().out
     assert tiny.sites[SILO].agreed() == AgreedSize(images=48)

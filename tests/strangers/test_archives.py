@@ -121,10 +121,10 @@ def test_archive_is_refused(tmp_path: Path) -> None:
 
 def try_archive(path: Path, data: bytes) -> None:
     try:
-        found = read(path, data)
+        images = read(path, data)
     except DataError:
         return
-    assert found.shape[1:] == SPEC.shape and found.isfinite().all()
+    assert images.shape[1:] == SPEC.shape and images.isfinite().all()
 
 
 @given(data=scrambled_bytes(npz()) | scrambled_bytes(npz(method=zipfile.ZIP_STORED)))

@@ -70,19 +70,19 @@ def bombs(limit: int) -> dict[str, bytes]:
 def misfits(sample: bytes, limit: int) -> dict[str, bytes]:
     """The honest document with one list or table in it that has as many wrong entries as are allowed."""
     value = json.loads(sample)
-    found = {}
+    documents = {}
     text = json.dumps(value, separators=(",", ":"))
     for name, part in value.items():
         if isinstance(part, list | dict):
             old = f'"{name}":' + json.dumps(part, separators=(",", ":"))
             for kind, one in (("objects", "{},"), ("numbers", "0,")):
                 many = "[" + one * min(MAX_VALUES - 2000, (limit - len(text)) // len(one)) + "0]"
-                found[f"{name} of {kind}"] = text.replace(old, f'"{name}":{many}').encode()
+                documents[f"{name} of {kind}"] = text.replace(old, f'"{name}":{many}').encode()
             names = ",".join(
                 f'"{number}":0' for number in range(min(MAX_VALUES - 2000, limit // 12))
             )
-            found[f"{name} of names"] = text.replace(old, f'"{name}":{{{names}}}').encode()
-    return found
+            documents[f"{name} of names"] = text.replace(old, f'"{name}":{{{names}}}').encode()
+    return documents
 
 
 def refused(outcome: Outcome, name: str = "") -> None:

@@ -19,7 +19,8 @@ from tests.support.parsers import MAX_SHARD_BYTES, REPLIES
 
 ANSWER = message(encode(REPLIES["report"]))
 OBJECTS = {
-    object_id: found.deflate() for object_id, found in get_all_nested_objects(ANSWER).items()
+    object_id: flower_object.deflate()
+    for object_id, flower_object in get_all_nested_objects(ANSWER).items()
 }
 KINDS = {content.split(b" ", 1)[0].decode(): object_id for object_id, content in OBJECTS.items()}
 HEAD_END = b"\0"
@@ -33,9 +34,9 @@ class _Grid:
         self._contents = contents
 
     def pull_messages(self, message_ids: list[str]) -> list[Message]:
-        found: Any = inflate_object_from_contents(self._top, dict(self._contents))
-        found.metadata.__dict__["_message_id"] = self._top
-        return [found]
+        message: Any = inflate_object_from_contents(self._top, dict(self._contents))
+        message.metadata.__dict__["_message_id"] = self._top
+        return [message]
 
 
 def fetch(top: str, contents: dict[str, bytes]) -> object:
@@ -87,10 +88,10 @@ def test_object_that_is_no_such_object_ends_no_server() -> None:
 
 def try_objects(kind: str, content: bytes) -> None:
     try:
-        found = fetch(*replaced(kind, content))
+        envelope = fetch(*replaced(kind, content))
     except (TransportError, DocumentError):
         return
-    assert found is None or found.message.kind == "status_report"  # type: ignore[attr-defined]
+    assert envelope is None or envelope.message.kind == "status_report"  # type: ignore[attr-defined]
 
 
 def body(kind: str) -> st.SearchStrategy[bytes]:

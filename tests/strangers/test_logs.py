@@ -61,18 +61,18 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 def spoilt(sample: bytes) -> list[bytes]:
     """The sample with a canary in every place: as a value, as a name, and as a name with the value that was there."""
     value = json.loads(sample)
-    found = []
+    spoiled = []
     for place in json_paths(value):
         for canary in CANARIES:
-            found.append(replace_at(value, place, canary))
-            found.append(replace_at(value, place, [canary]))
+            spoiled.append(replace_at(value, place, canary))
+            spoiled.append(replace_at(value, place, [canary]))
             if isinstance(parent := value_at(value, place), dict):
-                found.append(replace_at(value, place, {**parent, canary: 0}))
-                found += [
+                spoiled.append(replace_at(value, place, {**parent, canary: 0}))
+                spoiled += [
                     replace_at(value, place, {**parent, canary: one})
                     for one in list(parent.values())[:2]
                 ]
-    return [json.dumps(one, sort_keys=True, separators=(",", ":")).encode() for one in found]
+    return [json.dumps(one, sort_keys=True, separators=(",", ":")).encode() for one in spoiled]
 
 
 def silent(text: str) -> None:
@@ -218,13 +218,13 @@ def test_courier_answers_hostile_requests_with_a_code_only(
     for records in hostile_records():
         reply = handle(message(records), context).content
         assert set(reply) == {"head"}
-        told = json.loads(str(reply["head"]["document"]))
-        assert told["code"] in (
+        refusal = json.loads(str(reply["head"]["document"]))
+        assert refusal["code"] in (
             FormatError.exit_code,
             DocumentError.exit_code,
             ReplayError.exit_code,
-        ), told
-        silent(json.dumps(told))
+        ), refusal
+        silent(json.dumps(refusal))
     assert not list(tmp_path.glob("*/*"))
     captured = capsys.readouterr()
     silent(captured.out + captured.err + caplog.text)
@@ -281,8 +281,8 @@ def signed(
     }
     listed = {name: (len(data), sha256_hex(data)) for name, data in files.items()}
     role = sign_silo_metadata(plan_id, "north", listed, tiny.key("north"), version=number, now=NOW)
-    found = {name.removeprefix(f"{plan_id}/"): data for name, data in files.items()}
-    return {f"metadata/{plan_id}.north.json": role, **found}
+    targets = {name.removeprefix(f"{plan_id}/"): data for name, data in files.items()}
+    return {f"metadata/{plan_id}.north.json": role, **targets}
 
 
 def signed_hostile(tiny: TinyFederation, plan_id: str) -> list[dict[str, bytes]]:
@@ -404,19 +404,19 @@ def test_receipt_by_another_key_is_moved_aside_unread(tmp_path: Path) -> None:
     plan = Plan.parse(to_bytes(plan_document(receipt_key=str(KEY.public))), subject="plan")
     binding = ReceiptBinding(plan.plan_id, plan.digest, "north", 1)
     verdict = {"kind": "refused", "code": 21, "reason": CANARIES[0]}
-    told = {
+    binding_fields = {
         "plan_id": plan.plan_id,
         "plan_digest": plan.digest,
         "silo_id": "north",
         "sequence": 1,
         "verdict": verdict,
     }
-    receipt = json.dumps(receipt_document() | told).encode()
+    receipt = json.dumps(receipt_document() | binding_fields).encode()
     path = tmp_path / "1.json"
     for stranger, kind in ((SigningKey.generate(), RECEIPT_KIND), (KEY, "card")):
         path.write_bytes(seal(receipt, kind, stranger))
         assert find_receipt(path, plan, binding, tmp_path / "submission.json") is None
         assert not path.exists()
     path.write_bytes(seal(receipt, RECEIPT_KIND, KEY))
-    found = find_receipt(path, plan, binding, tmp_path / "submission.json")
-    assert found is not None and found.verdict.kind == "refused"
+    accepted = find_receipt(path, plan, binding, tmp_path / "submission.json")
+    assert accepted is not None and accepted.verdict.kind == "refused"

@@ -33,20 +33,20 @@ thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 
 def try_door(door: ParserCase, data: bytes) -> None:
     try:
-        found = door.parse(data)
+        parsed = door.parse(data)
     except door.refusals:
         return
     if door.again:
-        assert door.parse(door.again(found)) == found
+        assert door.parse(door.again(parsed)) == parsed
 
 
 def test_honest_sample_is_read_and_survives_being_written() -> None:
     for name in DOORS:
         with case(name=name):
             door = DOORS[name]
-            found = door.parse(door.sample)
+            parsed = door.parse(door.sample)
             if door.again:
-                assert door.parse(door.again(found)) == found
+                assert door.parse(door.again(parsed)) == parsed
 
 
 def test_every_document_of_the_library_is_tried_here_or_never_comes_from_outside() -> None:
@@ -163,10 +163,10 @@ def test_json_that_an_honest_program_wrote_is_read_as_it_was(value: Any) -> None
 @settings(max_examples=200)
 def test_json_of_strangers_is_refused_or_is_what_the_standard_library_reads(data: bytes) -> None:
     try:
-        found = check_json(data, subject="value", limit=60)
+        checked = check_json(data, subject="value", limit=60)
     except DocumentError:
         return
-    assert found == json.loads(data)
+    assert checked == json.loads(data)
 
 
 def test_request_to_sign_that_names_an_absent_key_is_refused() -> None:

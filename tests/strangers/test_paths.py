@@ -179,13 +179,13 @@ def texts(annotation: Any) -> Iterator[Any]:
 
 
 def text_fields() -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    kinds_by_field: dict[str, list[Any]] = {}
     for model in models():
         for name, field in model.model_fields.items():
             assert isinstance(field, FieldInfo)
             if kinds := list(texts(field.rebuild_annotation())):
-                found[f"{model.__name__}.{name}"] = kinds
-    return found
+                kinds_by_field[f"{model.__name__}.{name}"] = kinds
+    return kinds_by_field
 
 
 def accepts(kind: Any, name: str) -> bool:
@@ -200,7 +200,7 @@ FIELDS = text_fields()
 # By the name of a field of free text: all fields of each model that has it.
 FREE = {
     name: [
-        {each.alias or key for key, each in model.model_fields.items()}
+        {field.alias or key for key, field in model.model_fields.items()}
         for model in models()
         if f"{model.__name__}.{name}" in FREE_TEXT
     ]

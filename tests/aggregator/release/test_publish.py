@@ -76,8 +76,12 @@ def listed_manifests(tiny: TinyFederation) -> set[str]:
 def test_same_content_is_copied_out_again_and_makes_no_new_version(
     published: PublishedRelease, tmp_path: Path
 ) -> None:
-    done = publish_next_version(published.tiny, tmp_path / "same")
-    assert (done.fresh, done.manifest.version, versions(published.tiny)) == (False, 1, ["1"])
+    publication = publish_next_version(published.tiny, tmp_path / "same")
+    assert (publication.fresh, publication.manifest.version, versions(published.tiny)) == (
+        False,
+        1,
+        ["1"],
+    )
     assert file_digests(tmp_path / "same") == file_digests(published.release)
     renewed = publish_next_version(published.tiny, tmp_path / "renewed", renew=True)
     assert (renewed.fresh, renewed.manifest.version) == (True, 2)
@@ -167,9 +171,9 @@ def check_crash(published: PublishedRelease, folder: Path, step: int) -> bool:
     if out.exists():
         assert verify_release(there, out).manifest.version == 2
         shutil.rmtree(out)
-    done = publish_next_version(tiny, out)
-    assert (done.manifest.version, versions(tiny)) == (2, ["1", "2"])
-    assert verify_release(there, out).manifest == done.manifest
+    publication = publish_next_version(tiny, out)
+    assert (publication.manifest.version, versions(tiny)) == (2, ["1", "2"])
+    assert verify_release(there, out).manifest == publication.manifest
     assert file_digests(out) == file_digests(tiny.federation.releases / "2")
     assert not is_unfinished(tiny.federation.path)
     newest = read_newest(tiny.federation)
@@ -298,10 +302,10 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
     seen = list[weakref.ref[torch.nn.Module]]()
     most = list[int]()
 
-    def load(*asked: Any) -> torch.nn.Module:
-        expert = real(*asked)
+    def load(*arguments: Any) -> torch.nn.Module:
+        expert = real(*arguments)
         seen.append(weakref.ref(expert))
-        most.append(sum(each() is not None for each in seen))
+        most.append(sum(reference() is not None for reference in seen))
         return expert
 
     monkeypatch.setattr(ddm.loading.ensemble, "load_expert", load)

@@ -97,13 +97,13 @@ class Statistics:
 
     def class_counts(self) -> dict[str, Tensor]:
         """Odd images are of class 1."""
-        found = {}
+        counts_by_silo = {}
         for silo, group in self._groups().items():
             cell = group + GROUPS * (torch.arange(len(group)) % NUM_CLASSES)
-            found[silo] = torch.bincount(cell, minlength=NUM_CLASSES * GROUPS).view(
+            counts_by_silo[silo] = torch.bincount(cell, minlength=NUM_CLASSES * GROUPS).view(
                 NUM_CLASSES, GROUPS
             )
-        return found
+        return counts_by_silo
 
     def sketches(self) -> dict[str, Tensor]:
         released = self.world.released(self.files.sketch.head(RELEASED), T_R)
@@ -217,9 +217,9 @@ def _statistics(
     arrays = {"fitted": world.public[:600].numpy(), "holdout": world.public[600:].numpy()} | columns
     np.savez(folder / "public.npz", **arrays)  # type: ignore[arg-type]
     plan = _plan(kind, partition)
-    found = Statistics(plan, files, world, {"east": None, "north": None})
-    layout = found.layout()
-    for k, silo in enumerate(found.silos):
+    statistics = Statistics(plan, files, world, {"east": None, "north": None})
+    layout = statistics.layout()
+    for k, silo in enumerate(statistics.silos):
         experts = []
         for e in [e for e, silo_k in enumerate(layout.silo_E) if silo_k == k]:
             built = build_expert(
@@ -229,14 +229,14 @@ def _statistics(
             save_tensors(folder / f"{e}.safetensors", weights)
             file = File.of(f"{e}.safetensors", folder / f"{e}.safetensors")
             experts.append(SimpleNamespace(expert_id=silo, file=file))
-        found.silos[silo] = SimpleNamespace(
+        statistics.silos[silo] = SimpleNamespace(
             document=silo.encode(),
             digest=sha256_hex(silo.encode()),
             folder=folder,
             submission=SimpleNamespace(experts=experts),
             admitted=False,
         )
-    return found
+    return statistics
 
 
 def _open(folder: Path, report: RouterReport, drawn: Statistics) -> Calibrated:

@@ -38,7 +38,7 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
 def alive(tmp_path: Path) -> list[str]:
     """What stays of the groups of processes that the commands began; one that was killed may take a moment to die."""
     begun = set((tmp_path / "pids").read_text().split())
-    found = []
+    running = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, group = path.read_text().rpartition(")")[2].split()[:3]
@@ -46,8 +46,8 @@ def alive(tmp_path: Path) -> list[str]:
                 handle = os.pidfd_open(int(path.parent.name))
                 ended, _, _ = select.select([handle], [], [], LIMIT_S)
                 os.close(handle)
-                found += [] if ended else [path.parent.name]
-    return found
+                running += [] if ended else [path.parent.name]
+    return running
 
 
 def test_answer_of_the_command_is_read_whatever_else_it_says(flwr: Made) -> None:

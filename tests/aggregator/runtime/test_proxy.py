@@ -50,7 +50,7 @@ class Upstream:
 
 @contextmanager
 def upstream_of(tls: Path) -> Iterator[Upstream]:
-    found = Upstream(0)
+    upstream = Upstream(0)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -60,7 +60,7 @@ def upstream_of(tls: Path) -> Iterator[Upstream]:
             body, whole = (
                 self.chunks() if chunked else self.known(int(self.headers.get("content-length", 0)))
             )
-            found.requests.append(
+            upstream.requests.append(
                 (self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
             )
             if not whole:
@@ -100,11 +100,11 @@ def upstream_of(tls: Path) -> Iterator[Upstream]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.handle_error = lambda *_: None  # type: ignore[method-assign]
         server.socket = context.wrap_socket(server.socket, server_side=True)
-        found.port = server.server_address[1]
+        upstream.port = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            yield found
+            yield upstream
         finally:
             server.shutdown()
             thread.join()
@@ -153,8 +153,8 @@ def status_of(connection: socket.socket) -> int:
     with suppress(OSError):
         while b"\r\n" not in answer and (piece := connection.recv(4096)):
             answer += piece
-    found = re.match(rb"HTTP/1\.[01] ([0-9]{3}) ", answer)
-    return int(found[1]) if found else 0
+    status_line = re.match(rb"HTTP/1\.[01] ([0-9]{3}) ", answer)
+    return int(status_line[1]) if status_line else 0
 
 
 @contextmanager
@@ -166,13 +166,13 @@ def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator
     write_config(nginx, flower, render_config("127.0.0.1", port, upstream.port, limits))
     child = spawn(nginx_command(nginx, flower), log_path=flower / "nginx.log")
     try:
-        found = NginxProxy(fed, port, upstream)
+        proxy = NginxProxy(fed, port, upstream)
 
         def check() -> None:
             assert child.running(), child.log_tail()
 
-        wait_until(lambda: answers("127.0.0.1", port, found.ca), "an answer of nginx", check=check)
-        yield found
+        wait_until(lambda: answers("127.0.0.1", port, proxy.ca), "an answer of nginx", check=check)
+        yield proxy
     finally:
         terminate_all([child])
 
@@ -182,8 +182,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NginxProxy]:
     # A name that a careless configuration would read as syntax.
     fed = tmp_path_factory.mktemp("a fed; with $odd {name}")
     make_tls(fed / "tls", ["127.0.0.1"])
-    with upstream_of(fed / "tls") as upstream, proxy_of(fed, upstream) as found:
-        yield found
+    with upstream_of(fed / "tls") as upstream, proxy_of(fed, upstream) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -389,8 +389,8 @@ def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:
 @pytest.fixture
 def hasty(tmp_path: Path) -> Iterator[NginxProxy]:
     make_tls(tmp_path / "tls", ["127.0.0.1"])
-    with upstream_of(tmp_path / "tls") as upstream, proxy_of(tmp_path, upstream, HASTY) as found:
-        yield found
+    with upstream_of(tmp_path / "tls") as upstream, proxy_of(tmp_path, upstream, HASTY) as proxy:
+        yield proxy
 
 
 def promptly(door: NginxProxy) -> int:

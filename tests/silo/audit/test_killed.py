@@ -33,7 +33,7 @@ def dies_at(place: int | str, progress_calls: list[int] | None = None) -> None:
     if isinstance(place, str):
         module: Any = measuring if hasattr(measuring, place) else auditing
         whole: Callable[..., object] = getattr(module, place)
-        setattr(module, place, lambda *given: (whole(*given), kill()))
+        setattr(module, place, lambda *arguments: (whole(*arguments), kill()))
         return
     counting = Worker.count_images
     calls = progress_calls if progress_calls is not None else []
@@ -41,10 +41,10 @@ def dies_at(place: int | str, progress_calls: list[int] | None = None) -> None:
     def count(self: Worker, stage: Any) -> Callable[[int, int], None]:
         tell = counting(self, stage)
 
-        def then(done: int, total: int) -> None:
-            tell(done, total)
+        def then(num_done: int, total: int) -> None:
+            tell(num_done, total)
             if stage == "auditing":
-                calls.append(done)
+                calls.append(num_done)
                 if len(calls) == place:
                     kill()
 

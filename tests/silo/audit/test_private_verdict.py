@@ -94,9 +94,9 @@ def leave(
     status = json.loads((site.outbox / "status.json").read_bytes())
     folder = site.outbox / plan_id / "1"
     sizes = {
-        str(each.relative_to(folder)): each.stat().st_size
-        for each in folder.rglob("*")
-        if each.is_file()
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
     }
     document = json.loads((folder / submission_path(SILO)).read_bytes())
     entered = [
@@ -209,7 +209,7 @@ def test_reader_refuses_a_verdict_that_says_more_than_epsilon_and_bounded_withou
         "noise_multiplier": 1.0,
         "rate": 0.1,
     }
-    private["experts"] = [each | {"privacy": stated} for each in plain["experts"]]
+    private["experts"] = [expert | {"privacy": stated} for expert in plain["experts"]]
     assert Submission.parse(to_bytes(private), subject="submission.json").audit.digest is None
     refused = {
         "pass of a private expert": private

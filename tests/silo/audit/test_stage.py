@@ -60,7 +60,7 @@ def test_audit_attacks_as_many_members_as_are_held_out_and_keeps_every_figure(
     report = report_of(*audited)
     (expert,) = report.experts
     assert (report.num_holdout_units, expert.num_members, expert.num_samples) == (20, 20, 40)
-    assert len(expert.auc) == len(expert.tpr) > 20 and {each.name for each in expert.copies} == {
+    assert len(expert.auc) == len(expert.tpr) > 20 and {copy.name for copy in expert.copies} == {
         "pixels",
         "features",
     }
@@ -90,7 +90,7 @@ def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_th
     facts = gather_facts(site)
     (leaks,) = expert_leaks(site, facts)
     assert len(leaks.pairs) == 12 and all(
-        each.startswith("data:image/png") for pair in leaks.pairs for each in pair[:2]
+        cell.startswith("data:image/png") for pair in leaks.pairs for cell in pair[:2]
     )
     page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=(leaks,))
     assert page.count("data:image/png") == 24 and leaks.rows[0][0] in page
@@ -121,8 +121,8 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
         tiny.sites[SILO], worker.accepted_plan(), work, worker.policy, images, worker.cohort_path
     )
 
-    def tell(done: int, total: int) -> None:
-        scored.append(done)
+    def tell(num_done: int, total: int) -> None:
+        scored.append(num_done)
         if any(work.audit_folder(SILO).rglob("scores-reference.safetensors")):
             raise KeyboardInterrupt
 
@@ -131,7 +131,9 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
     (kept,) = work.audit_folder(SILO).rglob("reference.safetensors")
     before = (kept.stat().st_mtime_ns, len(scored))
     times = []
-    audit_experts(again, lambda done, total: times.append(kept.stat().st_mtime_ns), lambda: False)
+    audit_experts(
+        again, lambda num_done, total: times.append(kept.stat().st_mtime_ns), lambda: False
+    )
     assert set(times) == {before[0]} and scored[-1] > 0
     assert report_of(tiny, plan_id).experts == report.experts
 
@@ -172,7 +174,7 @@ def test_statistics_and_number_of_units_count_the_units_held_out(
     submission = Submission.parse(sent.read_bytes(), subject="submission.json")
     assert (submission.num_units, submission.experts[0].num_images) == (80, 80)
     assert submission.audit.verdict == "pass" and submission.audit.waiver is None
-    names = {each.name for each in (site.outbox / audited[1]).rglob("*") if each.is_file()}
+    names = {path.name for path in (site.outbox / audited[1]).rglob("*") if path.is_file()}
     assert not names & {"worst.json", "pairs.safetensors", "audit.json"}
 
 

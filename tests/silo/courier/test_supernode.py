@@ -143,11 +143,11 @@ def test_supernode_is_replaced_when_it_waits_for_a_helper_that_died(courier, mon
     monkeypatch.setattr(supernode, "_CHECK_EVERY_S", 0.2)
     monkeypatch.setattr(Courier, "_sign_off", lambda self: None)
     with courier() as kept:
-        (pid,) = found = descendants_of(kept)
+        (pid,) = process_ids = descendants_of(kept)
         monkeypatch.setattr(supernode, "_SETTLED_S", 0.0)
         over = time.monotonic() + 2.0
         check_until(kept, lambda: time.monotonic() > over)
-        assert kept.info()["num_restarts"] == 0 and descendants_of(kept) == found
+        assert kept.info()["num_restarts"] == 0 and descendants_of(kept) == process_ids
         os.kill(pid, signal.SIGKILL)
         check_until(kept, lambda: kept.info()["num_restarts"])
 

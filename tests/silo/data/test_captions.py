@@ -305,15 +305,15 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
 ) -> None:
     site = published.sites["north"]
     kept = [np.load(path) for path in site.private.glob("texts-*")]
-    assert [each.shape for each in kept] == [(70, L, DIM)]
+    assert [text.shape for text in kept] == [(70, L, DIM)]
     state = published.state_of("north")
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
     assert isinstance(plan.condition, TextCondition)
     cohort = cohort_of(published, "north")
     calls: list[tuple[int, int]] = []
 
-    def stop_once(done: int, total: int) -> None:
-        calls.append((done, total))
+    def stop_once(num_done: int, total: int) -> None:
+        calls.append((num_done, total))
         if len(calls) == 1:
             raise KeyboardInterrupt
 
@@ -336,7 +336,7 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
     changed = replace(cohort, digest="0" * 64)
     with pytest.raises(DataError, match="captions"):
         texts_of(changed, plan, tmp_path)
-    keep_texts(changed, plan, site.settings(), tmp_path, lambda done, total: None)
+    keep_texts(changed, plan, site.settings(), tmp_path, lambda num_done, total: None)
     assert len(list(tmp_path.iterdir())) == 1, "those of the other data set are gone"
 
 
@@ -391,7 +391,11 @@ def test_full_disk_while_captions_are_encoded_is_an_error_and_not_the_end_of_the
         pytest.raises(OSError, match="No space left"),
     ):
         keep_texts(
-            cohort_of(published, "north"), plan, site.settings(), private, lambda done, total: None
+            cohort_of(published, "north"),
+            plan,
+            site.settings(),
+            private,
+            lambda num_done, total: None,
         )
 
 

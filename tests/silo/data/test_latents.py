@@ -98,7 +98,7 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
     latent = files_of(tiny, plan).latent
     for _ in range(2):
         keep_latents(
-            cohort, latent, plan, tmp_path, lambda done, total: calls.append((done, total))
+            cohort, latent, plan, tmp_path, lambda num_done, total: calls.append((num_done, total))
         )
     assert calls == [(60, 60)]
     assert torch.equal(
@@ -133,7 +133,7 @@ def test_latents_of_private_training_are_encoded_one_by_one(
         seen.clear()
         folder = tmp_path / str(size)
         folder.mkdir()
-        keep_latents(cohort, latent, encoded_plan, folder, lambda done, total: None)
+        keep_latents(cohort, latent, encoded_plan, folder, lambda num_done, total: None)
         assert (
             seen == {size}
             and training_inputs(cohort, encoded_plan, folder).images[:].isfinite().all()
@@ -148,14 +148,14 @@ def test_interrupted_encoding_leaves_no_latents_and_begins_anew(
     latent = files_of(tiny, plan).latent
     assert isinstance(latent, AutoencoderKl)
 
-    def stop(done: int, total: int) -> None:
+    def stop(num_done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         keep_latents(cohort, latent, plan, tmp_path, stop)
     with pytest.raises(DataError):
         training_inputs(cohort, plan, tmp_path)
-    keep_latents(cohort, latent, plan, tmp_path, lambda done, total: None)
+    keep_latents(cohort, latent, plan, tmp_path, lambda num_done, total: None)
     assert len(training_inputs(cohort, plan, tmp_path).images) == 60
     assert not list(tmp_path.glob("*.part"))
 
@@ -173,7 +173,7 @@ def test_full_disk_while_images_are_encoded_is_an_error_and_not_the_end_of_the_p
         small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")),
         pytest.raises(OSError, match="No space left"),
     ):
-        keep_latents(cohort, latent, plan, private, lambda done, total: None)
+        keep_latents(cohort, latent, plan, private, lambda num_done, total: None)
 
 
 def test_other_autoencoder_in_place_of_the_listed_one_is_refused(
@@ -196,7 +196,7 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     files = files_of(tiny, plan)
     pixels = cohort_of(tiny, plan)
     assert isinstance(files.latent, AutoencoderKl) and isinstance(plan.latent, AutoencoderKlLatent)
-    keep_latents(pixels, files.latent, plan, tmp_path, lambda done, total: None)
+    keep_latents(pixels, files.latent, plan, tmp_path, lambda num_done, total: None)
     expected = training_inputs(pixels, plan, tmp_path).images[:]
     (brought := tmp_path / "brought").mkdir()
     np.save(brought / "latents.npy", (expected * plan.latent.scale).numpy())
@@ -209,7 +209,7 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     }
     cohort = cohort_at(brought, plan.data, latent_shape=SEEN, **request)  # type: ignore[arg-type]
     assert cohort.latent and cohort.digest != pixels.digest
-    keep_latents(cohort, files.latent, plan, tmp_path / "none", lambda done, total: None)
+    keep_latents(cohort, files.latent, plan, tmp_path / "none", lambda num_done, total: None)
     assert not (tmp_path / "none").exists()
     inputs = training_inputs(cohort, plan, tmp_path)
     assert torch.allclose(inputs.images[:], expected, rtol=1e-6)
@@ -219,7 +219,7 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     )
     assert pixels_of(pixels, files.latent, plan) is pixels.images
     assign_images(
-        cohort, files, tmp_path / "cohort.parquet", lambda done, total: None, pixels=shown
+        cohort, files, tmp_path / "cohort.parquet", lambda num_done, total: None, pixels=shown
     )
     assert torch.equal(
         read_assignment(cohort, files, tmp_path / "cohort.parquet"),

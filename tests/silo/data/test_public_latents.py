@@ -68,7 +68,7 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
     )
     folder = tmp_path / "private"
     folder.mkdir()
-    keep_latents(cohort, files.latent, plan, folder, lambda done, total: None)
+    keep_latents(cohort, files.latent, plan, folder, lambda num_done, total: None)
     kept = training_inputs(cohort, plan, folder).images
     with torch.no_grad():
         expected = theirs.encode(cohort.images).latent_dist.mode() * 0.18215

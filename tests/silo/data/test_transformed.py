@@ -306,15 +306,15 @@ def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_who
     folder = export(tmp_path / "export", list(range(0, 200, 10)))
     private = tmp_path / "private"
 
-    def stop(done: int, num: int) -> None:
-        if num and done > 5:
+    def stop(num_done: int, num: int) -> None:
+        if num and num_done > 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         levels(folder, private, advance=stop)
 
-    def die(done: int, num: int) -> None:
-        if num and done > 5:
+    def die(num_done: int, num: int) -> None:
+        if num and num_done > 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert (
@@ -363,7 +363,7 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
     values = waves(high=255, dtype=np.uint8)
 
     def tabled(folder: Path, patients: list[str]) -> Path:
-        export(folder, [5 + each for each in range(len(patients))])
+        export(folder, [5 + number for number in range(len(patients))])
         rows = [f"{folder.name}/{number:02d}.png,{name}" for number, name in enumerate(patients)]
         (folder.parent / f"{folder.name}.csv").write_text("\n".join(["path,patient", *rows]) + "\n")
         return folder.parent / f"{folder.name}.csv"
@@ -382,15 +382,15 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
         )
         return folder.with_suffix(".npz")
 
-    def ranks(path: Path, private: str, patients: list[str], **asked: object) -> dict[str, float]:
-        cohort = load(path, tmp_path / private, unit="patient", **asked)
+    def ranks(path: Path, private: str, patients: list[str], **request: object) -> dict[str, float]:
+        cohort = load(path, tmp_path / private, unit="patient", **request)
         return dict(zip(dict.fromkeys(patients), cohort.rank_U.tolist(), strict=True))
 
     before = ranks(tabled(tmp_path / "before", names), "one", names)
     assert len(set(before.values())) == len(names)
     more = ["MRN-100", *reversed(names[3:]), "MRN-4"]
     others = TransformSpec(channels="grey", range={"kind": "full"}, fit={"kind": "stretch"})
-    for kind, path, private, asked in (
+    for kind, path, private, request in (
         ("table", tabled(tmp_path / "after", more), "one", {}),
         ("other transform", tmp_path / "after.csv", "one", {"transform": others}),
         ("scanned anew", tmp_path / "after.csv", "two", {}),
@@ -398,7 +398,7 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
         ("array", arrayed(tmp_path / "array", more), "four", {}),
     ):
         with case(kind):
-            after = ranks(path, private, more, **asked)
+            after = ranks(path, private, more, **request)
             assert {name: after[name] for name in names[3:]} == {
                 name: before[name] for name in names[3:]
             }

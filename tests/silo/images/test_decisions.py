@@ -67,7 +67,7 @@ def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Pa
     assert scan_at(data, private, limits).reasons == {"ultrasound": 3}
     with Decisions.opened(private) as decisions:
         waiting = sorted(
-            (each for each in known(private) if each.flags), key=lambda each: each.shape
+            (record for record in known(private) if record.flags), key=lambda record: record.shape
         )
         decisions.record(waiting[:1], Decision.CLEAR)
         decisions.record(waiting[1:2], Decision.LEAVE_OUT)

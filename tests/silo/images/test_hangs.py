@@ -100,7 +100,7 @@ def test_viewer_ends_although_a_decoder_does_not_answer(
 def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*given: object, **named: object) -> Iterator[DecodedFile]:
+    def broken(*arguments: object, **named: object) -> Iterator[DecodedFile]:
         raise RuntimeError("of no kind that anybody thought of")
 
     monkeypatch.setattr(viewer, "decode_files", broken)

@@ -71,7 +71,7 @@ def test_what_the_machine_did_not_read_is_tried_again_by_the_next_scan_and_not_b
                         read,
                     )
             with ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures:
-                assert [each.reason for each in pictures] == [None, reason]
+                assert [picture.reason for picture in pictures] == [None, reason]
             for read in (1, 0):
                 summary = scan_at(data, private, LIMITS)
                 assert (summary.accepted, summary.quarantined, summary.num_read) == (2, 0, read)
@@ -96,7 +96,7 @@ def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_w
         ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures,
         Decisions.opened(private) as decisions,
     ):
-        seen = [each.record for each in pictures if each.record]
+        seen = [picture.record for picture in pictures if picture.record]
         decisions.record(seen[:1], Decision.LEAVE_OUT)
     kept = (private / "memory.sqlite").read_bytes()
     (private / "key").rename(tmp_path / "key")

@@ -118,9 +118,9 @@ def test_the_same_pictures_are_chosen_whatever_their_order_and_bad_ones_never() 
     ]
     one = PreviewSelection()
     other = PreviewSelection()
-    for each in actual:
-        one.take(each)
-    for each in reversed(actual):
-        other.take(each)
+    for record in actual:
+        one.take(record)
+    for record in reversed(actual):
+        other.take(record)
     one.take(ScannedImage("gone.png", None, reason="no such file"))
     assert one.pictures() == other.pictures() and len(one.pictures()) == 64

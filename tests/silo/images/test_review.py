@@ -83,7 +83,7 @@ def test_decisions_go_with_equal_pixels_and_whole_files_and_are_undone_one_by_on
 ) -> None:
     made = scanned(tmp_path)
     with reviewed(made) as review:
-        names = [Path(each.path).name for each in review.pictures]
+        names = [Path(picture.path).name for picture in review.pictures]
         assert names == [
             "00.dcm",
             "01.dcm",
@@ -520,6 +520,8 @@ def test_text_on_any_slice_of_a_volume_is_seen_and_planes_stand_upright(tmp_path
     projections = [
         sheet[side + 6 :, start : start + side] for start in (0, side + 6, 2 * side + 12)
     ]
-    assert sheet[: side + 1].max() == 100 and all(each.max() > 150 for each in projections)
+    assert sheet[: side + 1].max() == 100 and all(
+        projection.max() > 150 for projection in projections
+    )
     coronal = sheet[:side, side + 6 : 2 * side + 6]
     assert coronal[2].min() == 100 and coronal[-3].max() == 0

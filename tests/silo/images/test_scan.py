@@ -243,13 +243,15 @@ def run_killer(
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     results = list(decode_files(jobs, DecoderOptions(limits, KEY, 2, with_values=True)))
-    for each in results:
-        if isinstance(each, DecodedImage):
-            assert each.picture is not None
-            assert (each.picture.values[0] == np.asarray(Image.open(each.job.path))).all()
-    assert [each.job for each in results if isinstance(each, DecodedFile)] == jobs
+    for result in results:
+        if isinstance(result, DecodedImage):
+            assert result.picture is not None
+            assert (result.picture.values[0] == np.asarray(Image.open(result.job.path))).all()
+    assert [result.job for result in results if isinstance(result, DecodedFile)] == jobs
     return {
-        Path(each.job.path).name: each.reason for each in results if isinstance(each, DecodedFile)
+        Path(result.job.path).name: result.reason
+        for result in results
+        if isinstance(result, DecodedFile)
     }
 
 
@@ -317,7 +319,7 @@ def test_near_duplicates_are_found_after_compression_and_not_among_others() -> N
         for picture in pictures[:20]
     ]
     hashes = [difference_hash(np.asarray(picture)[None]) for picture in (*pictures, *changed)]
-    codes = [int(each, 16) for each in hashes]
+    codes = [int(digest, 16) for digest in hashes]
     close = {
         max(i, j) for i in range(220) for j in range(i) if (codes[i] ^ codes[j]).bit_count() <= 15
     }

@@ -101,12 +101,12 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
     actual: list[ScannedImage] = []
     first = scan_at(data, private, LIMITS, observe=actual.append)
     assert first.reasons == {Flag.FACE.value: 24} and first.accepted == 44
-    assert {Path(each.path).name[0] for each in actual if each.reason} == {"1"}
+    assert {Path(image.path).name[0] for image in actual if image.reason} == {"1"}
     for number in range(20, 24):  # the rest of the third scan arrives
         place(data, number, "3", BodyPartExamined="BRAIN")
     with Decisions.opened(private) as decisions:
         decisions.record(
-            [each.record for each in actual if each.reason and each.record], Decision.CLEAR
+            [image.record for image in actual if image.reason and image.record], Decision.CLEAR
         )
     second = scan_at(data, private, LIMITS)
     assert (
@@ -115,7 +115,7 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
         and second.num_decoded == 4
     )
     with Decisions.opened(private) as decisions:
-        chest = next(each.record for each in actual if each.path.endswith("200.dcm"))
+        chest = next(image.record for image in actual if image.path.endswith("200.dcm"))
         unknown = chest.model_copy(update={"slice": SliceRecord(series="ff")})
         assert decisions.verdict(chest) is None and decisions.verdict(unknown) == Flag.FACE.value
 

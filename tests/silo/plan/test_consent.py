@@ -85,8 +85,8 @@ def test_worker_waits_for_a_person_in_the_state_that_it_was_in(
     assert f"silo accept {site.path} --digest {waiting.plan_digest}" in " ".join(shown.split())
     assert run_command("silo", "accept", site.path, "--digest", OTHER).code == 34
     assert run_command("silo", "accept", site.path, "--digest", "junk").code == 3
-    done = run_command("silo", "accept", site.path, "--digest", waiting.plan_digest)
-    assert done.code == 0, done.err
+    result = run_command("silo", "accept", site.path, "--digest", waiting.plan_digest)
+    assert result.code == 0, result.err
     assert is_accepted(site, waiting.plan_digest)
     worker.step()
     assert (str(worker.state.state), read_waiting(site)) == ("plan_accepted", None)

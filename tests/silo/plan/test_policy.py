@@ -133,8 +133,8 @@ def plan_with_statistics(**statistics: object) -> Plan:
 
 
 def rules_broken_by(required_plan: Plan, policy: Policy = ALLOWED) -> dict[str, tuple[str, str]]:
-    found = broken_rules(required_plan, policy, silo_id="north", now=now_utc())
-    return {subject: (allowed, got) for subject, allowed, got in found}
+    broken = broken_rules(required_plan, policy, silo_id="north", now=now_utc())
+    return {subject: (allowed, got) for subject, allowed, got in broken}
 
 
 def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> None:
@@ -156,8 +156,8 @@ def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figur
 
 
 def test_plan_that_asks_for_noise_alone_is_refused() -> None:
-    found = rules_broken_by(plan_with_statistics(counts={"epsilon": 1e-9, "num_groups": 32}))
-    assert "noise alone" in found["privacy of all statistics together"][0]
+    broken = rules_broken_by(plan_with_statistics(counts={"epsilon": 1e-9, "num_groups": 32}))
+    assert "noise alone" in broken["privacy of all statistics together"][0]
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def test_waiver_of_this_plan_and_time_lets_an_inconclusive_audit_pass() -> None:
     ],
 )
 def test_waiver_of_another_plan_or_an_expired_one_is_refused(
-    given: Waiver | None, match: str
+    signed: Waiver | None, match: str
 ) -> None:
     with pytest.raises(AuditError, match=match):
-        gate(report(), AuditPolicy(waiver=given), plan_digest=PLAN, now=NOW)
+        gate(report(), AuditPolicy(waiver=signed), plan_digest=PLAN, now=NOW)
 
 
 def test_no_waiver_covers_an_audit_that_failed() -> None:
@@ -80,9 +80,9 @@ def test_no_waiver_covers_an_audit_that_failed() -> None:
 )
 def test_policy_with_a_waiver_of_everything_is_refused(changes: dict[str, None]) -> None:
     whole = waiver().model_dump(mode="json")
-    given = {name: value for name, value in whole.items() if name not in changes}
+    incomplete = {name: value for name, value in whole.items() if name not in changes}
     with pytest.raises(ValidationError, match="Field required"):
-        Policy.model_validate_json(json.dumps({"audit": {"waiver": given}}))
+        Policy.model_validate_json(json.dumps({"audit": {"waiver": incomplete}}))
 
 
 def changed(**parts: Any) -> bytes:
@@ -140,8 +140,8 @@ def test_policy_whose_waiver_cannot_be_replaced_stays_as_it_is(
 ) -> None:
     site = planned_once[0].copy(tmp_path / "copy").sites[SILO]
     path = site.path / "policy.toml"
-    given = json.dumps(waiver().model_dump(mode="json")).replace('":', '"=')
-    inline = f"[audit]\nwaiver = {given}\n"
+    table = json.dumps(waiver().model_dump(mode="json")).replace('":', '"=')
+    inline = f"[audit]\nwaiver = {table}\n"
     path.write_text(inline)
     assert site.policy().audit.waiver == waiver()
     with pytest.raises(SetupError, match=r"audit\.waiver"):

@@ -112,11 +112,13 @@ def test_policy_bounds_the_epsilon_of_statistics_and_expert_together() -> None:
         (8.0, 5e-6, {"delta of the plan"}),
     ):
         policy = Policy(privacy=PrivacyPolicy(max_epsilon=most, max_delta=delta))
-        found = {
+        subjects_of_broken_rules = {
             subject for subject, *_ in broken_rules(PLAN, policy, silo_id="north", now=now_utc())
         }
         with case(most, delta):
-            assert {subject for subject in found if "of the plan" in subject} == subjects
+            assert {
+                subject for subject in subjects_of_broken_rules if "of the plan" in subject
+            } == subjects
 
 
 def test_plan_asks_for_no_private_training_that_would_promise_too_much() -> None:
@@ -196,8 +198,12 @@ def test_submission_states_the_noise_that_was_paid_for_on_its_own_data(tmp_path:
 
 
 def test_debit_pays_for_the_noise_of_the_number_of_units_that_there_are() -> None:
-    found = [paid_mechanisms(PLAN, num)["expert"] for num in (100, NUM_UNITS, 400)]
-    noise = [each.noise_multiplier for each in found if isinstance(each, DpSgdMechanism)]
+    mechanisms = [paid_mechanisms(PLAN, num)["expert"] for num in (100, NUM_UNITS, 400)]
+    noise = [
+        mechanism.noise_multiplier
+        for mechanism in mechanisms
+        if isinstance(mechanism, DpSgdMechanism)
+    ]
     assert noise == sorted(noise, reverse=True)
     assert len(set(noise)) == 3
-    assert paid_mechanisms(PLAN)["expert"] == found[1], "as agreed"
+    assert paid_mechanisms(PLAN)["expert"] == mechanisms[1], "as agreed"

@@ -153,7 +153,10 @@ def test_total_follows_the_order_of_debits_and_not_of_draws(tmp_path: Path) -> N
     totals = []
     for name, order in (("a", (small, large)), ("b", (large, small))):
         ledger = open_ledger(tmp_path / name)
-        debits = [spend(ledger, str(number), mechanisms=each) for number, each in enumerate(order)]
+        debits = [
+            spend(ledger, str(number), mechanisms=mechanisms)
+            for number, mechanisms in enumerate(order)
+        ]
         before = ledger.spent()[0]
         for debit in reversed(debits):
             ledger.record_draw(debit, "sketch", digest("file"))

@@ -146,16 +146,16 @@ def test_counts_are_the_histogram_plus_noise_of_their_epsilon(tmp_path: Path) ->
 
 def test_sketches_are_a_shuffle_of_their_units_plus_noise_of_their_level(tmp_path: Path) -> None:
     images = make_images()[0]
-    found = sketches_of(open_ledger(tmp_path), tmp_path).double()
+    noised = sketches_of(open_ledger(tmp_path), tmp_path).double()
     t_r = t_release(gaussian_mu(7.0, 1e-5), SKETCH.scale, LinearPath(), RANK)
     clean = (1 - t_r) * HEAD.project(images)
     std = t_r / SKETCH.scale
     total = (clean.T.cov(correction=0) + std**2 * torch.eye(RANK)).diagonal()
     inverse_cdf = chi2.isf([1 - 1e-7, 1e-7], UNITS - 1) / UNITS
-    ratio = found.var(0, correction=0) / total
+    ratio = noised.var(0, correction=0) / total
     assert float(ratio.min()) > inverse_cdf[0] and float(ratio.max()) < inverse_cdf[1]
     assert (
-        float((found.mean(0) - clean.mean(0)).abs().max())
+        float((noised.mean(0) - clean.mean(0)).abs().max())
         < 5.5 * float(total.max()) ** 0.5 / UNITS**0.5
     )
     quartered = (clean.T.cov(correction=0) + (std / 4) ** 2 * torch.eye(RANK)).diagonal() / total
@@ -167,9 +167,9 @@ def test_sketches_come_in_an_order_that_tells_nothing(tmp_path: Path) -> None:
     plan = make_plan(sketch=900.0)  # so little noise that each row can be matched to its image
     images = make_images(300)[0]
     source = {"images": images, "group_N": torch.arange(300) % GROUPS, "unit_N": torch.arange(300)}
-    found = sketches_of(open_ledger(tmp_path, 1000.0), tmp_path, plan=plan, **source).double()
+    noised = sketches_of(open_ledger(tmp_path, 1000.0), tmp_path, plan=plan, **source).double()
     clean = HEAD.project(images)
-    order = torch.cdist(found / found.norm(), clean / clean.norm()).argmin(1)
+    order = torch.cdist(noised / noised.norm(), clean / clean.norm()).argmin(1)
     correlation = np.corrcoef(order.numpy(), np.arange(300))[0, 1]
     assert len(order.unique()) > 150
     assert abs(correlation) < 5.5 / 300**0.5
@@ -340,8 +340,8 @@ def test_class_counts_are_the_histogram_by_class_and_group(tmp_path: Path) -> No
 def test_noise_of_histograms_has_the_variance_of_their_epsilon(
     kind: StatisticKind, num: int
 ) -> None:
-    asked = {"epsilon": 0.5, "num_classes": CLASSES}
-    source = make_source(make_plan(counts=0.5, sketch=None, class_counts=asked))
+    terms = {"epsilon": 0.5, "num_classes": CLASSES}
+    source = make_source(make_plan(counts=0.5, sketch=None, class_counts=terms))
     exact = UNITS // GROUPS if kind == "counts" else UNITS // GROUPS // CLASSES
     draw = prepared(kind, source)
     noise = torch.stack(
@@ -411,24 +411,24 @@ def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
 
 def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_path: Path) -> None:
     unit = torch.cat([torch.arange(100), torch.full((500,), 100)])
-    found: dict[int, dict[str, Any]] = {}
+    statistics: dict[int, dict[str, Any]] = {}
     for group in (1, 2):  # all that the patient has is exchanged
         source = by_patient(unit)
         its = source.unit_N == 100
         source.group_N[its] = source.label_N[its] = group
         source.images[its] = source.images[source.group_N == group][0]
         ledger = open_ledger(tmp_path / str(group), 1000.0)
-        found[group] = {
+        statistics[group] = {
             kind: load_tensors(
                 draw_statistic(kind, source, ledger, tmp_path / str(group)), None, max_bytes=10_000
             )
             for kind in ("counts", "class_counts")
         }
-        found[group]["all"] = torch.bincount(source.group_N, minlength=GROUPS)
+        statistics[group]["all"] = torch.bincount(source.group_N, minlength=GROUPS)
     for kind in ("counts", "class_counts"):
-        assert int((found[1][kind]["counts"] - found[2][kind]["counts"]).abs().sum()) == 2
+        assert int((statistics[1][kind]["counts"] - statistics[2][kind]["counts"]).abs().sum()) == 2
     # without the draw: five hundred times as far
-    assert int((found[1]["all"] - found[2]["all"]).abs().sum()) == 1000
+    assert int((statistics[1]["all"] - statistics[2]["all"]).abs().sum()) == 1000
 
 
 class Whole:
@@ -523,10 +523,10 @@ def test_ledger_names_what_was_drawn(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path)
     counts_of(ledger, tmp_path)
     sketches_of(ledger, tmp_path)
-    found = debits(ledger)
-    assert found[0]["mechanisms"]["counts"] == {"kind": "discrete_laplace", "epsilon": 1}
-    assert found[0]["mechanisms"]["sketch"]["mu"] == pytest.approx(gaussian_mu(7.0, 1e-5))
-    assert {debit["dataset_digest"] for debit in found} == {DATA}
-    assert {debit["plan_digest"] for debit in found} == {PLAN_DIGEST}
+    spent = debits(ledger)
+    assert spent[0]["mechanisms"]["counts"] == {"kind": "discrete_laplace", "epsilon": 1}
+    assert spent[0]["mechanisms"]["sketch"]["mu"] == pytest.approx(gaussian_mu(7.0, 1e-5))
+    assert {debit["dataset_digest"] for debit in spent} == {DATA}
+    assert {debit["plan_digest"] for debit in spent} == {PLAN_DIGEST}
     assert Debit.model_fields["relation"].default == "replace_one"
     assert OS_NOISE.below(1) == 0

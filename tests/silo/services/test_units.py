@@ -37,8 +37,8 @@ def name_passphrase(settings: Path, passphrase: Path) -> None:
 
 
 def written(tiny: TinyFederation, out: Path, *words: object) -> tuple[UnitFile, UnitFile]:
-    done = run_command("silo", "service", tiny.sites["north"].path, "--out", out, *words)
-    assert done.code == 0, done.err
+    result = run_command("silo", "service", tiny.sites["north"].path, "--out", out, *words)
+    assert result.code == 0, result.err
     worker, courier = (
         UnitFile.read(out / f"archipelago-north-{half}.service") for half in ("worker", "courier")
     )
@@ -69,7 +69,7 @@ def test_units_keep_the_worker_from_the_network_and_the_courier_from_the_data(
     assert "PrivateNetwork" not in courier.settings
     assert courier.words("ReadWritePaths") == [str(site.courier), str(site.inbox)]
     assert courier.words("InaccessiblePaths") == [
-        f"-{each}" for each in (site.private, data, secret)
+        f"-{path}" for path in (site.private, data, secret)
     ]
     assert not {str(data), str(secret), str(site.private)} & set(courier.words("BindReadOnlyPaths"))
 
@@ -85,14 +85,16 @@ def test_containers_mount_what_each_half_needs_and_nothing_else(
     )
 
     def mounts(words: list[str]) -> dict[str, bool]:
-        found = {}
+        is_readonly = {}
         for word in words:
             if word.startswith("--mount="):
                 kind, src, dst, readonly = (part.partition("=")[2] for part in word[8:].split(","))
                 assert kind == "bind" and src == dst
-                found[src] = readonly == "true"
-        assert len(found) == sum(word.startswith(("--mount", "-v", "--volume")) for word in words)
-        return found
+                is_readonly[src] = readonly == "true"
+        assert len(is_readonly) == sum(
+            word.startswith(("--mount", "-v", "--volume")) for word in words
+        )
+        return is_readonly
 
     both = {str(site.path / "silo.toml"): True, str(site.path / "policy.toml"): True}
     assert mounts(worker) == both | {str(data): True, str(secret): True, str(site.inbox): True} | {
@@ -172,8 +174,8 @@ def test_ledger_anchor_and_jobs_elsewhere_are_the_workers_to_write_and_hidden_fr
         and f"test -r {anchor}\n" in text
     )
     change(site, f'"{anchor}"', f'"{site.path}/north.anchor"')
-    done = run_command("silo", "service", site.path, "--out", tmp_path / "out")
-    assert done.code == 3 and "Move the anchor" in done.err
+    result = run_command("silo", "service", site.path, "--out", tmp_path / "out")
+    assert result.code == 3 and "Move the anchor" in result.err
 
 
 @pytest.mark.parametrize("place", ["", "site", "site/outbox", "site/courier/images"])
@@ -182,8 +184,8 @@ def test_images_around_what_the_courier_sees_are_refused(
 ) -> None:
     site = Site(shutil.copytree(tiny.sites["north"].path, tmp_path / "site"))
     change(site, str(tiny.path / "north.npz"), str(tmp_path / place).rstrip("/"))
-    done = run_command("silo", "service", site.path, "--out", tmp_path / "out")
-    assert done.code == 3 and "Move the images" in done.err
+    result = run_command("silo", "service", site.path, "--out", tmp_path / "out")
+    assert result.code == 3 and "Move the images" in result.err
     assert not (tmp_path / "out").exists()
     change(site, str(tmp_path / place).rstrip("/") + '"', str(site.private / "images") + '"')
     assert run_command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
@@ -198,8 +200,10 @@ def test_site_whose_passphrase_a_person_types_is_told_what_to_add_and_that_helps
         "\n".join(line for line in path.read_text().splitlines() if "passphrase" not in line)
     )
     for kind in ("systemd", "containers"):
-        done = run_command("silo", "service", site.path, "--out", tmp_path / "out", "--kind", kind)
-        assert done.code == 3 and "passphrase_file = " in done.err
+        result = run_command(
+            "silo", "service", site.path, "--out", tmp_path / "out", "--kind", kind
+        )
+        assert result.code == 3 and "passphrase_file = " in result.err
     name_passphrase(path, tiny.path / "pass wort")
     assert run_command("silo", "service", site.path, "--out", tmp_path / "out").code == 0
 
@@ -253,10 +257,10 @@ def test_systemd_finds_nothing_wrong_with_the_units_and_little_exposed(
     environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
 
     def analyze(*words: object) -> str:
-        done = subprocess.run(["systemd-analyze", *map(str, words)], capture_output=True, text=True, check=False,
+        result = subprocess.run(["systemd-analyze", *map(str, words)], capture_output=True, text=True, check=False,
                               env=environment)  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout + result.stderr
 
     system = [*(tmp_path / "users").glob("*.service"), *(tmp_path / "fed").glob("*.service")]
     assert len(system) == 3

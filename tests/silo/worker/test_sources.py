@@ -130,7 +130,7 @@ def through_all_stages(path: Path, folder: Path) -> None:
     cohort = cohort_at(
         path, SPEC, min_images=1, salt=b"s", unit="image", num_classes=None, folder=folder
     )
-    assign_images(cohort, files, folder / "cohort.parquet", lambda done, total: None)
+    assign_images(cohort, files, folder / "cohort.parquet", lambda num_done, total: None)
     settings = Training(
         num_steps=4,
         batch_size=8,
