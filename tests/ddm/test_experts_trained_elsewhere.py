@@ -36,9 +36,9 @@ def adapters() -> SimpleNamespace:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
-        found: dict[str, Any] = {}
-        exec(blocks()[0], found)
-    return SimpleNamespace(**found)
+        namespace: dict[str, Any] = {}
+        exec(blocks()[0], namespace)
+    return SimpleNamespace(**namespace)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def by_scheduler(net: Any, x_B: Tensor, step: int, *more: Tensor) -> Tensor:
     scheduler = DDIMScheduler(clip_sample=False)
     scheduler.set_timesteps(1000)
     answer = net(x_B, torch.full((len(x_B),), step), *more, return_dict=False)[0][:, : x_B.shape[1]]
-    found: Tensor = scheduler.step(answer, step, x_B).pred_original_sample
-    return found
+    x_0: Tensor = scheduler.step(answer, step, x_B).pred_original_sample
+    return x_0
 
 
 @pytest.mark.parametrize("kind", ["unet", "dit"])
@@ -171,12 +171,12 @@ def test_mixture_with_a_known_posterior_is_exact_with_experts_numbered_in_ddpm_s
 
     def by_step(x_B: Tensor, step_B: Tensor) -> Tensor:
         s_B = torch.from_numpy(np.exp(np.interp(step_B.numpy(), np.arange(1000), log_ratio)))
-        found = noised.denoised(
+        estimates = noised.denoised(
             x_B.double() * torch.hypot(torch.ones_like(s_B), s_B)[:, None],
             s_B,
             mixture.weights_of(1),
         )
-        return found[1].to(x_B)
+        return estimates[1].to(x_B)
 
     def denoiser(x_B: Tensor, sigma_B: Tensor) -> Tensor:
         return noised.denoised(x_B, sigma_B, mixture.weights_of(2))[0]
@@ -206,7 +206,7 @@ def test_how_to_joins_a_release_and_a_network_as_it_says(
     released = Ensemble([build_expert(OWN, SHAPE).eval()], None, [0.6], SHAPE, expert_ids=["north"])
     monkeypatch.setattr("ddm.open_ensemble", lambda folder, root: released, raising=False)
     monkeypatch.chdir(folders)
-    found = {"from_unet": adapters.from_unet}
-    exec(blocks()[1], found)
-    joined: Any = found["joined"]
+    namespace = {"from_unet": adapters.from_unet}
+    exec(blocks()[1], namespace)
+    joined: Any = namespace["joined"]
     assert joined.expert_ids == ["north", "unet"] and joined.prior == [0.6, pytest.approx(0.2)]

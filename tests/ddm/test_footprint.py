@@ -139,27 +139,27 @@ def test_memory_of_a_private_step_is_bracketed() -> None:
     }
     document["expert"]["privacy"] = terms
     document["expert"]["training"]["batch_size"] = 4
-    asked = Plan.parse(to_bytes(document), subject="plan.json")
-    expert = asked.expert
+    checked_plan = Plan.parse(to_bytes(document), subject="plan.json")
+    expert = checked_plan.expert
     paid = DpSgdMechanism(noise_multiplier=0.8, rate=1.0, steps=1)
     assert expert.privacy is not None
     private = PrivateTraining(expert.privacy, paid, torch.arange(3), b"s" * 32)
     images = Examples(torch.rand(3, 1, 4, 4))
-    model = build_expert(expert.architecture, asked.expert_shape)
+    model = build_expert(expert.architecture, checked_plan.expert_shape)
 
     def step() -> None:
         state = TrainingState(model, expert.training, training_process(Engine(device="cpu")), 1)
         steps = PrivateSteps(state, private, images, TrainingObjective())
         steps.advance(steps.draw(0))
 
-    needed = training_bytes(asked) - expert_size(asked).bytes
+    needed = training_bytes(checked_plan) - expert_size(checked_plan).bytes
     assert peak_bytes(step) <= needed <= MAX_RATIO * peak_bytes(step)
 
 
 def test_bytes_of_files_are_those_of_their_tensors() -> None:
-    asked = plan()
+    small_plan = plan()
     header = 1 << 20
-    assert file_bytes(asked) == {
+    assert file_bytes(small_plan) == {
         "plan/encoder.safetensors": 4 * (64 + 32 * 64) + header,
         "plan/centroids.safetensors": 4 * 64 * 32 + 2 * 8 * 64 + header,
         "plan/sketch.safetensors": 4 * (32 * 64 + 64 + 1 + 32 * (32 + 32 * 32 + 1)) + header,

@@ -38,8 +38,8 @@ def test_neighbours_of_fewer_others_than_asked_for_are_at_infinity() -> None:
 def test_planted_copies_are_counted_and_fresh_samples_are_not() -> None:
     scale = CopyScale.of(neighbours(normal(300, 2)))
     samples = torch.cat([TRAINED[:30] + 0.1 * normal(30, 3), normal(970, 4)])
-    found = scale.near_copies(neighbours(samples))
-    assert found[:30].all() and found[30:].sum() <= 3
+    is_copy = scale.near_copies(neighbours(samples))
+    assert is_copy[:30].all() and is_copy[30:].sum() <= 3
     share = share_of_copies(scale, neighbours(samples))
     assert share.low <= 0.03 <= share.high
 

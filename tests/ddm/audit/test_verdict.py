@@ -68,8 +68,8 @@ def test_expert_within_all_limits_passes() -> None:
 def test_verdict_follows_from_what_was_found(
     changes: dict[str, object], verdict: str, reason: str
 ) -> None:
-    found, words = judge(replace(GOOD, **changes), LIMITS)  # type: ignore[arg-type]
-    assert found == verdict and reason in words
+    actual, words = judge(replace(GOOD, **changes), LIMITS)  # type: ignore[arg-type]
+    assert actual == verdict and reason in words
 
 
 def scored(shift: float, *, seed: int = 0, num: int = 300) -> UnitScores:

@@ -39,14 +39,14 @@ def test_verify_and_info_name_who_waived_why_and_until_when(
             said
             in run_command("ddm", name, published_once.release, "--root", published_once.root).out
         )
-    found = json.loads(
+    output = json.loads(
         run_command(
             "ddm", "info", published_once.release, "--root", published_once.root, "--json"
         ).out
     )
-    assert found["plan_id"] == release.manifest.plan_id
-    assert found["audits"] == audits_as_json(release)
-    first = found["audits"][0]
+    assert output["plan_id"] == release.manifest.plan_id
+    assert output["audits"] == audits_as_json(release)
+    first = output["audits"][0]
     assert (first["silo_id"], first["verdict"], first["experts"]) == ("east", "waived", ["east"])
     assert (
         first["waiver"] == east.audit.waiver.model_dump(mode="json")

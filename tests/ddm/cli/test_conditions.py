@@ -34,8 +34,8 @@ def owner(tmp_path_factory: pytest.TempPathFactory) -> Owner:
     """Two islands by clusters, whose experts are told the digit; and reference images beside them."""
     recipe = RECIPE.replace(LEARNED, 'kind = "counts"\n')
     made = Owner.make(tmp_path_factory.mktemp("owner"), steps=5, recipe=recipe, extra=classes())
-    for done in (made.split(), made.train(), made.assemble("release")):
-        assert done.code == 0, done.err
+    for result in (made.split(), made.train(), made.assemble("release")):
+        assert result.code == 0, result.err
     images, label_N = digits()
     np.savez(made.path / "real.npz", images=images[:60], labels=label_N[:60])
     np.savez(made.path / "bare.npz", images=images[:60])
@@ -69,54 +69,54 @@ def evaluated(owner: Owner, reference: str, *words: object) -> dict[str, Any]:
         3,
         "--json",
     )
-    done = owner.read("evaluate", "release", *known, *words)
-    assert done.code == 0, done.err
-    found: dict[str, Any] = json.loads(done.out)
-    return found
+    result = owner.read("evaluate", "release", *known, *words)
+    assert result.code == 0, result.err
+    report: dict[str, Any] = json.loads(result.out)
+    return report
 
 
-def due(found: dict[str, Any]) -> list[float]:
-    return [each["prior"] for each in found["per_silo"].values()]
+def due(report: dict[str, Any]) -> list[float]:
+    return [figures["prior"] for figures in report["per_silo"].values()]
 
 
 def test_classes_are_as_frequent_as_in_the_reference_and_each_island_is_due_its_share_of_them(
     owner: Owner,
 ) -> None:
-    found = evaluated(owner, "real", "--num", 120)
-    assert found["sampling"]["conditions"] == "each under the class of a reference image"
+    report = evaluated(owner, "real", "--num", 120)
+    assert report["sampling"]["conditions"] == "each under the class of a reference image"
     label_N = digits()[1][:60]
-    assert due(found) == pytest.approx(shares_KC(owner)[:, label_N].mean(1), abs=1e-6)
+    assert due(report) == pytest.approx(shares_KC(owner)[:, label_N].mean(1), abs=1e-6)
     equal = evaluated(owner, "real", "--num", 20, "--class", "equal")
     assert due(equal) == pytest.approx(shares_KC(owner).mean(1), abs=1e-6)
     told_nothing = evaluated(owner, "bare", "--num", 20)
     assert told_nothing["sampling"]["conditions"] == "without a class"
     assert due(told_nothing) == pytest.approx(
-        [each.num_images / 600 for each in Islands(owner.run).split.islands]
+        [island.num_images / 600 for island in Islands(owner.run).split.islands]
     )
 
 
 def test_one_class_is_compared_with_its_own_reference_images_on_what_ddm_sample_draws(
     owner: Owner,
 ) -> None:
-    told = ("--class", 3, "--guidance", 1.5)
+    condition = ("--class", 3, "--guidance", 1.5)
     out = owner.path / "threes-drawn.npz"
     _, label_N = digits()
     np.savez(owner.path / "all.npz", images=digits()[0], labels=label_N)
-    found = evaluated(owner, "all", "--num", NUM, *told)
-    assert found["num_reference"] == found["reference"]["num"] == int((label_N == 3).sum())
-    assert due(found) == pytest.approx(shares_KC(owner)[:, 3], abs=1e-6)
-    assert found["sampling"]["guidance"] == 1.5
-    drawn = owner.read("sample", "release", "--num", NUM, "--steps", 2, *told, "--out", out)
+    report = evaluated(owner, "all", "--num", NUM, *condition)
+    assert report["num_reference"] == report["reference"]["num"] == int((label_N == 3).sum())
+    assert due(report) == pytest.approx(shares_KC(owner)[:, 3], abs=1e-6)
+    assert report["sampling"]["guidance"] == 1.5
+    drawn = owner.read("sample", "release", "--num", NUM, "--steps", 2, *condition, "--out", out)
     assert drawn.code == 0, drawn.err
     np.savez(owner.path / "only.npz", images=digits()[0][label_N == 3])
     again = evaluated(owner, "only", "--samples", out)
-    for name, each in again["metrics"].items():
-        assert found["metrics"][name] == pytest.approx(each, rel=1e-4, abs=1e-6), name
+    for name, value in again["metrics"].items():
+        assert report["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     np.savez(
         owner.path / "threes.npz", images=digits()[0][label_N == 3], labels=label_N[label_N == 3]
     )
     mixed, own = (
-        evaluated(owner, "all", "--num", NUM, *told, "--holdout", owner.path / name)
+        evaluated(owner, "all", "--num", NUM, *condition, "--holdout", owner.path / name)
         for name in ("all.npz", "threes.npz")
     )
     assert mixed["holdout"]["num"] == own["holdout"]["num"] == int((label_N == 3).sum())
@@ -133,7 +133,7 @@ def test_one_class_is_compared_with_its_own_reference_images_on_what_ddm_sample_
     )
     assert "--holdout" in owner.read("evaluate", "release", *bare).err
     other = evaluated(owner, "all", "--num", NUM, "--class", 4)
-    assert other["metrics"]["kid"] != pytest.approx(found["metrics"]["kid"], rel=1e-3)
+    assert other["metrics"]["kid"] != pytest.approx(report["metrics"]["kid"], rel=1e-3)
 
 
 def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
     np.savez(tmp_path / "real.npz", images=np.zeros((7, 1, 8, 8), np.float32), labels=label_M)
 
     def told(num: int, seed: int, label: str | None = None) -> torch.Tensor:
-        asked = ReferenceConditionOptions(label, None, None)
-        found = conditions_for(
-            asked, CLASSES, real(tmp_path / "real.npz"), num, seed, counted=True
+        options = ReferenceConditionOptions(label, None, None)
+        label_N = conditions_for(
+            options, CLASSES, real(tmp_path / "real.npz"), num, seed, counted=True
         ).value
-        assert isinstance(found, torch.Tensor)
-        return found
+        assert isinstance(label_N, torch.Tensor)
+        return label_N
 
     assert sorted(told(7, 0).tolist()) == sorted(label_M.tolist())
     assert (
@@ -176,7 +176,7 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
     np.savez(tmp_path / "few.npz", images=images, labels=np.arange(9))
     undropped = ClassCondition(num_classes=10, drop=0.0)
     folder = tmp_path / "encoder"
-    for asked, condition, reference, kind, said in [
+    for options, condition, reference, kind, said in [
         (("data", None, None), CLASSES, "bare", SetupError, "--class data"),
         (("11", None, None), CLASSES, "bare", SetupError, "0 to 9"),
         (("red", None, None), CLASSES, "bare", SetupError, "data, equal, none, or a class, 0 to 9"),
@@ -189,9 +189,9 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
         ((None, None, folder), text, "bare", SetupError, "captions"),
         (("3", None, None), NoCondition(), "bare", SetupError, "Leave --class out"),
     ]:
-        with case(asked=asked, reference=reference), pytest.raises(kind) as caught:
+        with case(options=options, reference=reference), pytest.raises(kind) as caught:
             conditions_for(
-                ReferenceConditionOptions(*asked),
+                ReferenceConditionOptions(*options),
                 condition,
                 real(tmp_path / f"{reference}.npz"),
                 8,
@@ -202,7 +202,7 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
     for words in (("3", "a cat", folder), (None, "a cat", None), (None, " ", folder)):
         with case(words=words), pytest.raises(SetupError):
             ReferenceConditionOptions(*words)
-    found = conditions_for(
+    conditions = conditions_for(
         ReferenceConditionOptions(None, None, None),
         undropped,
         real(tmp_path / "bare.npz"),
@@ -210,19 +210,21 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
         0,
         counted=True,
     )
-    assert found.words == "all 10 classes equally often"  # experts that never learned to do without
+    assert (
+        conditions.words == "all 10 classes equally often"
+    )  # experts that never learned to do without
 
 
 def test_experts_that_were_always_told_a_class_are_not_asked_without_one() -> None:
     undropped = ClassCondition(num_classes=10, drop=0.0)
-    for told, subject in (
+    for options, subject in (
         (ConditionOptions(), "condition"),
         (ConditionOptions("3", guidance=2.0), "--guidance"),
     ):
-        with case(told=told), pytest.raises(SetupError, match="drop = 0") as refused:
-            told.value(undropped)
+        with case(options=options), pytest.raises(SetupError, match="drop = 0") as refused:
+            options.value(undropped)
         assert refused.value.subject == subject
-        told.value(CLASSES)
+        options.value(CLASSES)
     assert (
         ConditionOptions("3").value(undropped)
         == ConditionOptions("3", guidance=2.0).value(CLASSES)
@@ -245,8 +247,10 @@ def test_wrong_options_are_refused_before_anything_is_drawn(owner: Owner) -> Non
         (("--samples", owner.path / "real.npz", "--guidance", 3), "either --guidance or --samples"),
     ]:
         with case(words=words):
-            done = owner.read("evaluate", "release", "--reference", owner.path / "real.npz", *words)
-            assert done.code == SetupError.exit_code and said in done.err, done.err
+            result = owner.read(
+                "evaluate", "release", "--reference", owner.path / "real.npz", *words
+            )
+            assert result.code == SetupError.exit_code and said in result.err, result.err
 
 
 def opened(owner: Owner) -> Release:
@@ -288,8 +292,8 @@ def test_islands_are_distilled_into_a_student_that_is_told_the_class(
     owner: Owner, tmp_path: Path
 ) -> None:
     out = tmp_path / "student.safetensors"
-    done = owner.read("distill", "release", "--num", 30, "--steps", 3, "--out", out)
-    assert done.code == 0, done.err
+    result = owner.read("distill", "release", "--num", 30, "--steps", 3, "--out", out)
+    assert result.code == 0, result.err
     record, student = load_student(out)
     assert (record.condition, record.teacher) == (opened(owner).plan.condition, "label")
     expected = student.sample(5, steps=2, condition=3, guidance=1.0).images.clamp(-1, 1).numpy()
@@ -302,11 +306,11 @@ def test_islands_are_distilled_into_a_student_that_is_told_the_class(
         how = ("--num", 5, "--steps", 2, "--class", 3, "--guidance", 1, "--device", "cpu")
         sampled = run_command("ddm", "sample-student", out, *how, *words, "--out", drawn)
         assert sampled.code == 0, sampled.err
-        with np.load(drawn) as found:
-            assert str(found["release"]) == record.source.manifest
-            np.testing.assert_allclose(found["images"], expected, atol=tolerance, rtol=0)
-            assert ("--dtype" in words) <= (not np.array_equal(found["images"], expected))
-    given = (
+        with np.load(drawn) as file:
+            assert str(file["release"]) == record.source.manifest
+            np.testing.assert_allclose(file["images"], expected, atol=tolerance, rtol=0)
+            assert ("--dtype" in words) <= (not np.array_equal(file["images"], expected))
+    options = (
         "--data",
         owner.path / "real.npz",
         "--steps",
@@ -316,7 +320,7 @@ def test_islands_are_distilled_into_a_student_that_is_told_the_class(
         "--out",
         tmp_path / "of.safetensors",
     )
-    by_label = owner.read("distill", "release", *given)
+    by_label = owner.read("distill", "release", *options)
     assert by_label.code == 0, by_label.err
     assert load_student(tmp_path / "of.safetensors")[0].images.num == 60
 
@@ -325,12 +329,12 @@ def test_islands_are_distilled_into_a_student_that_is_told_the_class(
 def test_two_real_processes_draw_a_students_samples(owner: Owner, tmp_path: Path) -> None:
     out = tmp_path / "student.safetensors"
     assert owner.read("distill", "release", "--num", 12, "--steps", 2, "--out", out).code == 0
-    found = []
+    images_by_run = []
     for processes in (1, 2):
         how = ("--num", 5, "--steps", 2, "--class", 3, "--set", "batch=1", "--processes", processes)
-        done = run_command(
+        result = run_command(
             "ddm", "sample-student", out, *how, "--device", "cpu", "--out", tmp_path / "drawn.npz"
         )
-        assert done.code == 0, done.err
-        found.append(np.load(tmp_path / "drawn.npz")["images"])
-    np.testing.assert_allclose(found[0], found[1], atol=1e-5, rtol=0)
+        assert result.code == 0, result.err
+        images_by_run.append(np.load(tmp_path / "drawn.npz")["images"])
+    np.testing.assert_allclose(images_by_run[0], images_by_run[1], atol=1e-5, rtol=0)

@@ -19,9 +19,9 @@ from tests.conftest import PublishedRelease
 
 def command(*words: object) -> int:
     """Run `ddm` with these words; return its exit code."""
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as ended:
         run_app(app, [str(word) for word in words])
-    return int(done.value.code or 0)
+    return int(ended.value.code or 0)
 
 
 def distilled(published: PublishedRelease, out: Path, *more: object) -> int:
@@ -87,11 +87,11 @@ def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_
         next(published.release.glob("targets/*/manifest.json")).read_bytes(), subject="manifest"
     )
     largest = max(manifest.experts, key=lambda expert: expert.prior)
-    asked = ("--num", 8, "--steps", 1, "--seed", 3)
+    options = ("--num", 8, "--steps", 1, "--seed", 3)
 
     def made(name: str, *more: object) -> tuple[Student, dict[str, torch.Tensor]]:
         out = tmp_path / f"{name}.safetensors"
-        assert distilled(published, out, *asked, *more) == 0
+        assert distilled(published, out, *options, *more) == 0
         return load_student(out)[0], load_file(out)
 
     record, weights = made("a")
@@ -99,12 +99,12 @@ def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_
     assert record.base == largest.file.digest and other.base is None
     expert = load_file(next(published.release.glob(f"targets/*/{largest.file.path}")))
     near, far = (
-        sum(float((found[name] - expert[name]).square().sum()) for name in expert)
-        for found in (weights, random)
+        sum(float((start[name] - expert[name]).square().sum()) for name in expert)
+        for start in (weights, random)
     )
     assert near < far / 10
     assert (
-        distilled(published, tmp_path / "a.safetensors", *asked, "--start", "random")
+        distilled(published, tmp_path / "a.safetensors", *options, "--start", "random")
         == SetupError.exit_code
     )
     assert "checkpoints" in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_
     toml.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 2\nheads = 2\n')
     assert made("c", "--architecture", toml)[0].base is None
     wrong = distilled(
-        published, tmp_path / "d.safetensors", *asked, "--architecture", toml, "--start", "expert"
+        published, tmp_path / "d.safetensors", *options, "--architecture", toml, "--start", "expert"
     )
     assert wrong == SetupError.exit_code and "none of them" in capsys.readouterr().err
 
@@ -121,20 +121,20 @@ def test_command_takes_any_file_name_and_refuses_what_would_fail_when_all_is_don
     published: PublishedRelease, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "my stüdent.safetensors"
-    asked = ("--num", 5, "--steps", 2)
-    assert distilled(published, out, *asked) == 0
+    options = ("--num", 5, "--steps", 2)
+    assert distilled(published, out, *options) == 0
     assert f"ddm sample-student '{out}'" in capsys.readouterr().out
     assert load_student(out)[0].images.num == 5
     assert distilled(published, out, "--num", 5, "--steps", 3) == SetupError.exit_code
     assert "another --out, or remove my stüdent.work" in capsys.readouterr().err
     with locked(out.with_suffix(".work"), "distillation"):
-        assert distilled(published, out, *asked) == BusyError.exit_code
+        assert distilled(published, out, *options) == BusyError.exit_code
     (tmp_path / "folder.safetensors").mkdir()
-    assert distilled(published, tmp_path / "folder.safetensors", *asked) == SetupError.exit_code
+    assert distilled(published, tmp_path / "folder.safetensors", *options) == SetupError.exit_code
     assert not (tmp_path / "folder.work").exists()
     for flag in ("--seed", "--steps", "--num"):
-        assert distilled(published, tmp_path / "b.safetensors", *asked, flag, 2**53) == 2
-    assert distilled(published, tmp_path / "b.safetensors", *asked, "--seed", 2**53 - 1) == 0
+        assert distilled(published, tmp_path / "b.safetensors", *options, flag, 2**53) == 2
+    assert distilled(published, tmp_path / "b.safetensors", *options, "--seed", 2**53 - 1) == 0
     out.with_suffix(".json").rename(tmp_path / "b.json")
     capsys.readouterr()
     assert (
@@ -152,7 +152,7 @@ def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = {}
+    messages = {}
     for error in (torch.OutOfMemoryError("CUDA out of memory."), DiskError("student.work")):
 
         def stop(*arguments: object, error: Exception = error) -> None:
@@ -161,13 +161,13 @@ def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
         monkeypatch.setattr("ddm.training.state.TrainingState.advance", stop)
         out = tmp_path / f"{type(error).__name__}.safetensors"
         code = distilled(published, out, "--num", 5, "--steps", 2)
-        told[code] = capsys.readouterr().err
-        assert "checkpoints" not in told[code] and "remove" not in told[code]
+        messages[code] = capsys.readouterr().err
+        assert "checkpoints" not in messages[code] and "remove" not in messages[code]
     assert (
-        "memory of the GPU" in told[SetupError.exit_code]
-        and "--device cpu" in told[SetupError.exit_code]
+        "memory of the GPU" in messages[SetupError.exit_code]
+        and "--device cpu" in messages[SetupError.exit_code]
     )
-    assert "student.work" in told[DiskError.exit_code]
+    assert "student.work" in messages[DiskError.exit_code]
 
 
 def test_command_refuses_a_release_that_was_tampered_with_and_flags_that_do_not_go_together(

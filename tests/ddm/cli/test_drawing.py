@@ -63,7 +63,7 @@ def shares_of(job: SamplingJob) -> Tensor:
 
 
 def alone(job: SamplingJob) -> DrawnSamples:
-    return job.draw(job.source.ensemble(), range(NUM), lambda done, total: None)
+    return job.draw(job.source.ensemble(), range(NUM), lambda num_done, total: None)
 
 
 def test_processes_draw_what_one_would(
@@ -81,8 +81,8 @@ def test_processes_draw_what_one_would(
             with case(strategy=strategy, num_processes=num_processes):
                 job = job_of(published, strategy)
                 shown = list[tuple[int, int]]()
-                told = lambda done, total: shown.append((done, total))  # noqa: B023, E731
-                drawn = draw_together(job, NUM, num_processes, shares_of(job), told)
+                record = lambda num_done, total: shown.append((num_done, total))  # noqa: B023, E731
+                drawn = draw_together(job, NUM, num_processes, shares_of(job), record)
                 one = alone(job)
                 assert torch.equal(drawn.images, one.images)
                 assert torch.equal(drawn.expert_N, one.expert_N)
@@ -110,7 +110,7 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
 
     with monkeypatch.context() as patched:
         patched.setattr("ddm.cli.sampling.run_parts", in_turn)
-        draw_together(job, NUM, 2, shares_of(job), lambda done, total: None)
+        draw_together(job, NUM, 2, shares_of(job), lambda num_done, total: None)
     assert loaded == experts_of
     assert sum(map(len, loaded.values())) <= len(job.how["prior"]) + 1
 
@@ -134,7 +134,7 @@ def command(published: PublishedRelease, tmp_path: Path, *flags: object) -> list
 def test_two_real_processes_write_the_bytes_of_one(
     published: PublishedRelease, tmp_path: Path
 ) -> None:
-    found = []
+    arrays_by_run = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.npz"
         flags = (
@@ -151,13 +151,15 @@ def test_two_real_processes_write_the_bytes_of_one(
         )
         environment = {**os.environ, "OMP_NUM_THREADS": "2" if processes == 2 else "1"}
         words = command(published, tmp_path, *flags)
-        done = subprocess.run(
+        result = subprocess.run(
             words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True
         )
-        assert f"{NUM} samples in {out}" in done.stdout and not done.stderr
+        assert f"{NUM} samples in {out}" in result.stdout and not result.stderr
         with np.load(out) as file:
-            found.append({name: file[name] for name in file.files})
-    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+            arrays_by_run.append({name: file[name] for name in file.files})
+    assert all(
+        np.array_equal(arrays_by_run[0][name], arrays_by_run[1][name]) for name in arrays_by_run[0]
+    )
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_process_that_dies_ends_all_with_its_name(published: PublishedRelease) -
     job = job_of(published, steps=10_000)
     pids: list[int] = []
 
-    def kill_the_second(done: int, total: int) -> None:
+    def kill_the_second(num_done: int, total: int) -> None:
         if not pids:
             # They are listed in the order in which they were started.
             pids.extend(sorted(descendants(os.getpid()), key=start_ticks))
@@ -189,13 +191,13 @@ def test_interrupt_ends_the_command_and_all_of_its_processes(
     watchdog = threading.Timer(LIMIT_S, program.kill)
     watchdog.start()
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
-    found: list[int] = []
-    while len(found) < 2 and program.poll() is None:
-        found = [int(pid) for pid in children.read_text().split()]
+    process_ids: list[int] = []
+    while len(process_ids) < 2 and program.poll() is None:
+        process_ids = [int(pid) for pid in children.read_text().split()]
     program.send_signal(signal.SIGINT)
-    _, told = program.communicate()
+    _, stderr = program.communicate()
     watchdog.cancel()
-    assert program.returncode == 130, told
-    assert "Traceback" not in told
+    assert program.returncode == 130, stderr
+    assert "Traceback" not in stderr
     assert not out.exists()
-    wait_until(lambda: not any(map(is_running, found)), "the end of the processes")
+    wait_until(lambda: not any(map(is_running, process_ids)), "the end of the processes")

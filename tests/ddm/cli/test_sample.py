@@ -111,8 +111,8 @@ def test_flags_reach_the_sampler(published: PublishedRelease, tmp_path: Path) ->
     def draw(flags: str) -> np.ndarray:
         out = tmp_path / "a.npz"
         assert sample(*words, "--out", out, *flags.split()) is None
-        with np.load(out) as found:
-            return np.asarray(found["images"])
+        with np.load(out) as file:
+            return np.asarray(file["images"])
 
     plain = draw("")
     least = least_memory(verify_release(published, published.release), num=4, batch=64, steps=2)
@@ -153,12 +153,11 @@ def test_images_of_ones_own_are_varied_and_completed(
 
     def draw(*flags: object) -> np.ndarray:
         assert sample(*words, "--out", tmp_path / "out.npz", *flags) is None
-        with np.load(tmp_path / "out.npz") as found:
+        with np.load(tmp_path / "out.npz") as file:
             assert (
-                str(found["release"])
-                == verify_release(published, published.release).manifest_digest
+                str(file["release"]) == verify_release(published, published.release).manifest_digest
             )
-            return np.asarray(found["images"])
+            return np.asarray(file["images"])
 
     near = draw("--init", tmp_path / "images.npz", "--t-start", 0.05, "--strategy", "sample")
     far = draw("--init", tmp_path / "images.npz", "--t-start", 1)
@@ -174,12 +173,12 @@ def test_images_of_ones_own_are_varied_and_completed(
         completed, draw(*inpaint, tmp_path / "mask.png", "--strategy", "full")
     )
     np.savez(tmp_path / "three.npz", images=np.repeat(images, 3, 0))
-    for flags, told in (
+    for flags, message in (
         (("--init", tmp_path / "three.npz", "--t-start", 0.5), "3 images"),
         (("--init", tmp_path / "gone.npz", "--t-start", 0.5), "gone.npz"),
         ((*inpaint, tmp_path / "images.npz"), "mask"),
     ):
-        assert told in str(sample(*words, "--out", tmp_path / "out.npz", *flags))
+        assert message in str(sample(*words, "--out", tmp_path / "out.npz", *flags))
 
 
 def test_class_is_refused_when_experts_know_none(
@@ -208,10 +207,10 @@ def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> N
     own = [0.25, 0.75]
     equal = [0.5, 0.5]
     held = condition_shares(ensemble, 1, None)
-    given = "prior given class 1"
+    label = "prior given class 1"
     assert (
         describe_shares(ensemble, (0.7, 0.3), own, held, 1)
-        == f"east 0.70 ({given} 0.80), north 0.30 ({given} 0.20)"
+        == f"east 0.70 ({label} 0.80), north 0.30 ({label} 0.20)"
     )
     # Equal silos in place of 1 to 3: 0.8 / 0.25 to 0.2 / 0.75, as 12 to 1.
     assert "east 0.70 (prior given class 1 0.92)" in describe_shares(

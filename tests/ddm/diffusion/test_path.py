@@ -46,14 +46,14 @@ def test_path_derivatives_equal_autograd(path: Path) -> None:
     t = INNER.clone().requires_grad_()
     for value, derivative in ((path.alpha, path.d_alpha), (path.sigma, path.d_sigma)):
         total = value(t).sum()
-        (found,) = torch.autograd.grad(total, t) if total.requires_grad else (torch.zeros_like(t),)
-        assert torch.allclose(found, derivative(INNER), atol=1e-14)
+        (slope,) = torch.autograd.grad(total, t) if total.requires_grad else (torch.zeros_like(t),)
+        assert torch.allclose(slope, derivative(INNER), atol=1e-14)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_time_of_finds_t_again_when_alpha_and_sigma_are_scaled(path: Path) -> None:
-    found = path.time_of(3.0 * path.alpha(WHOLE), 3.0 * path.sigma(WHOLE))
-    assert torch.allclose(found, WHOLE, atol=1e-14)
+    times = path.time_of(3.0 * path.alpha(WHOLE), 3.0 * path.sigma(WHOLE))
+    assert torch.allclose(times, WHOLE, atol=1e-14)
 
 
 def test_cosine_path_is_variance_preserving_and_linear_is_not() -> None:
@@ -96,8 +96,8 @@ def test_score_equals_gradient_of_log_density_of_a_gaussian_mixture(path: Path) 
     mixture = four_silos(path)
     x = noised(path, INNER)[2].requires_grad_()
     (gradient,) = torch.autograd.grad(mixture.log_density(x, INNER).sum(), x)
-    found = score(path, x.detach(), mixture.velocity(x.detach(), INNER), INNER)
-    assert torch.allclose(found, gradient, rtol=1e-9, atol=1e-9)
+    actual = score(path, x.detach(), mixture.velocity(x.detach(), INNER), INNER)
+    assert torch.allclose(actual, gradient, rtol=1e-9, atol=1e-9)
     later = score(
         path, x.detach(), mixture.velocity(x.detach(), INNER), (INNER + 0.01).clamp(max=1.0)
     )

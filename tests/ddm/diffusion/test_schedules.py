@@ -152,8 +152,8 @@ def test_schedule_preserves_variance_and_its_derivatives_are_those_of_autograd(
         path.alpha(INNER).square() + path.sigma(INNER).square(), torch.ones_like(INNER)
     )
     for value, derivative in ((path.alpha, path.d_alpha), (path.sigma, path.d_sigma)):
-        (found,) = torch.autograd.grad(value(t).sum(), t)
-        assert torch.allclose(found, derivative(INNER), rtol=1e-9)
+        (slope,) = torch.autograd.grad(value(t).sum(), t)
+        assert torch.allclose(slope, derivative(INNER), rtol=1e-9)
     assert torch.allclose(
         path.time_of(3 * path.alpha(INNER), 3 * path.sigma(INNER)), INNER, rtol=1e-9
     )
@@ -173,12 +173,12 @@ def test_exact_velocity_of_gaussian_data_is_recovered_from_each_prediction_on_ea
             len(t_B), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
         )
         truth = four_silos(canonical).velocity(x, t_B)
-        found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(
+        velocity = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(
             x, t_B
         )
         other: Prediction = "eps" if prediction != "eps" else "v"
         mistaken = as_velocity(exact(four_silos(path), prediction), other, path, canonical)(x, t_B)
-        assert (found - truth).abs().max() < 1e-7
+        assert (velocity - truth).abs().max() < 1e-7
         assert (mistaken - truth).abs().max() > 0.1, "taken for another prediction"
 
 
@@ -194,37 +194,37 @@ def test_velocity_is_finite_and_close_to_the_truth_where_the_schedule_ends(
         eps = torch.randn(50, 2, generator=torch.Generator().manual_seed(1))
         x = x_t(canonical, x_0, eps, t_B)
         truth = four_silos(canonical).velocity(x, t_B)
-        found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(
+        velocity = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(
             x, t_B
         )
         # scaled_linear ends at alpha = 0.07, so its experts take pure noise for a twentieth of an image
-        assert (found - truth).abs().max() < (2.0 if name == "scaled_linear" else 0.6)
-        assert bool(found.isfinite().all())
+        assert (velocity - truth).abs().max() < (2.0 if name == "scaled_linear" else 0.6)
+        assert bool(velocity.isfinite().all())
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_float32_times_find_their_steps(name: PathName) -> None:
     path = path_named(name)
     t_B = torch.linspace(0, 1, 1000)
-    found = path.time_of(path.alpha(t_B), path.sigma(t_B))
+    times = path.time_of(path.alpha(t_B), path.sigma(t_B))
     assert (
-        (found - t_B).abs().max() < 1e-3
+        (times - t_B).abs().max() < 1e-3
         if name == "ddpm_cosine"
-        else (found - t_B).abs().max() < 1e-4
+        else (times - t_B).abs().max() < 1e-4
     )
 
 
 def test_as_velocity_hands_the_condition_on() -> None:
-    told = []
+    conditions = []
 
     def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
-        told.append(c_B)
+        conditions.append(c_B)
         return x_B
 
     as_velocity(expert, "v", DiscretePath("linear"), LinearPath())(
         torch.ones(2, 1), torch.full((2,), 0.5), "class"
     )
-    assert told == ["class"]
+    assert conditions == ["class"]
 
 
 def test_plans_name_the_paths_and_predictions_that_there_are() -> None:
@@ -255,7 +255,9 @@ def test_samples_of_an_exact_expert_on_ddpm_steps_have_the_law_of_the_data() -> 
     path = DiscretePath("linear")
 
     def eps(x: Tensor, t: Tensor) -> Tensor:
-        alpha, sigma = (expand_time(each, x) for each in (path.alpha(t), path.sigma(t)))
+        alpha, sigma = (
+            expand_time(coefficient, x) for coefficient in (path.alpha(t), path.sigma(t))
+        )
         return sigma * (x - alpha * mean) / (alpha.square() * deviation**2 + sigma.square())
 
     u = as_velocity(eps, "eps", path, CosinePath())

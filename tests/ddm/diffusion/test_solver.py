@@ -36,8 +36,8 @@ def one_gaussian(path: Path) -> GaussianMixture:
 def error(path: Path, solver: SolverName, steps: int) -> float:
     gaussian = one_gaussian(path)
     x_1 = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = integrate(gaussian.velocity, x_1, uniform_times(steps), solver)
-    return float((found - (gaussian.mean_CD + gaussian.variance_CD.sqrt() * x_1)).abs().max())
+    x_0 = integrate(gaussian.velocity, x_1, uniform_times(steps), solver)
+    return float((x_0 - (gaussian.mean_CD + gaussian.variance_CD.sqrt() * x_1)).abs().max())
 
 
 def test_solver_converges_to_the_closed_form_with_its_order() -> None:
@@ -164,15 +164,15 @@ def test_solver_evaluates_as_often_as_its_table_says() -> None:
         ("dpm", 7),
     )
     for solver, expected in evaluations:
-        asked: list[Tensor] = []
+        times: list[Tensor] = []
 
-        def velocity(x: Tensor, t: Tensor, asked: list[Tensor] = asked) -> Tensor:
-            asked.append(t)
+        def velocity(x: Tensor, t: Tensor, times: list[Tensor] = times) -> Tensor:
+            times.append(t)
             return torch.zeros_like(x)
 
         integrate(velocity, torch.zeros(3, 2), uniform_times(7), solver)  # type: ignore[arg-type]
-        assert len(asked) == expected
-        assert all(t.shape == (3,) for t in asked)
+        assert len(times) == expected
+        assert all(t.shape == (3,) for t in times)
 
 
 def test_integration_is_refused_when_times_do_not_descend_within_0_and_1() -> None:

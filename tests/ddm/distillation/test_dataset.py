@@ -84,9 +84,9 @@ def component_of(x_ND: Tensor) -> Tensor:
 def data(num: int) -> DistillationData:
     """The mixture's own data, each point with its silo and its class, a quarter with none."""
     x_ND = MIXTURE.draw(num, 0)
-    told = CLASS_C[component_of(x_ND)].clone()
-    told[::4] = -1
-    return DistillationData(x_ND.float(), MIXTURE.silo_of(x_ND), told, drop=0.25)
+    label_N = CLASS_C[component_of(x_ND)].clone()
+    label_N[::4] = -1
+    return DistillationData(x_ND.float(), MIXTURE.silo_of(x_ND), label_N, drop=0.25)
 
 
 def batch_of(lessons: DistillationData) -> Batch:
@@ -140,14 +140,15 @@ def test_one_experts_answer_given_the_class_means_the_mixture_given_the_class(
     assert batch.condition is not None
     x_BD = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
     expected = truth(x_BD, batch.t_B, batch.condition)
-    found = answers(lessons, teacher, batch)
-    assert float((found - expected).abs().max()) > 0.1, "of each x_t it is an estimate"
+    actual = answers(lessons, teacher, batch)
+    assert float((actual - expected).abs().max()) > 0.1, "of each x_t it is an estimate"
     assert (
-        float(standard_scores(found - expected, x_BD, batch.t_B, batch.condition).abs().max()) < 4.5
+        float(standard_scores(actual - expected, x_BD, batch.t_B, batch.condition).abs().max())
+        < 4.5
     )
     untold = truth(x_BD, batch.t_B, torch.full_like(batch.condition, -1))
     assert (
-        float(standard_scores(found - untold, x_BD, batch.t_B, batch.condition).abs().max()) > 20
+        float(standard_scores(actual - untold, x_BD, batch.t_B, batch.condition).abs().max()) > 20
     ), "the class tells"
 
 
@@ -164,13 +165,16 @@ def test_own_samples_have_the_class_they_are_told_and_those_told_none_have_the_l
     assert lessons.labels is not None and lessons.expert_N is not None
     assert lessons.drop == 0, "what was drawn under a class is not shown as if it were under none"
     component_N = component_of(lessons.images.double())
-    told = lessons.labels >= 0
-    assert float((CLASS_C[component_N] == lessons.labels)[told].double().mean()) > 0.97
+    is_labelled = lessons.labels >= 0
+    assert float((CLASS_C[component_N] == lessons.labels)[is_labelled].double().mean()) > 0.97
     assert (
         float((MIXTURE.silo_of(lessons.images.double()) == lessons.expert_N).double().mean()) > 0.95
     )
-    assert float((~told).double().mean()) == pytest.approx(0.25, abs=0.04)
-    for rows, prior in ((~told, MIXTURE.prior_K), (lessons.labels == 1, of_class(1).prior_K)):
+    assert float((~is_labelled).double().mean()) == pytest.approx(0.25, abs=0.04)
+    for rows, prior in (
+        (~is_labelled, MIXTURE.prior_K),
+        (lessons.labels == 1, of_class(1).prior_K),
+    ):
         share_K = torch.bincount(lessons.expert_N[rows], minlength=4) / int(rows.sum())
         expected_K = torch.tensor(prior) / sum(prior)
         assert float((share_K - expected_K).abs().max()) < 0.07
@@ -198,9 +202,9 @@ def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path)
     assert counts[0] / 512 == pytest.approx(0.5, abs=0.08) and counts[1:].min() > 35
     noise = lessons.images + lessons.labels.sum((1, 2))[:, None]  # the constant velocity, undone
     assert float(noise.mean()) == pytest.approx(0, abs=0.15)
-    told = teaching(readers, lessons, "label", source="x")(batch_of(lessons))
+    targets = teaching(readers, lessons, "label", source="x")(batch_of(lessons))
     assert torch.allclose(
-        told.eps - told.x_0, lessons.labels.sum((1, 2))[:, None].expand(512, 2), atol=1e-4
+        targets.eps - targets.x_0, lessons.labels.sum((1, 2))[:, None].expand(512, 2), atol=1e-4
     )
     with pytest.raises(SetupError, check=has_subject("texts")):
         own_samples(
@@ -233,14 +237,14 @@ def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_nee
 
 def test_conditions_that_experts_do_not_have_are_refused() -> None:
     lessons = data(50)
-    for told in (
+    for labels in (
         torch.full((50,), 2),
         torch.full((50,), -2),
         torch.zeros(50),
         torch.zeros(50, 1, 3),
     ):
         with pytest.raises(ShapeError, check=has_subject("classes")):
-            teaching(ensemble(), replace(lessons, labels=told), "label", source="x")
+            teaching(ensemble(), replace(lessons, labels=labels), "label", source="x")
     plain = Ensemble(MIXTURE.experts(), MIXTURE, MIXTURE.prior_K, shape=(2,))
     with pytest.raises(ShapeError, match="conditions"):
         teaching(plain, lessons, "label", source="x")

@@ -270,7 +270,7 @@ def test_student_of_the_ensembles_own_samples_learns_the_mixture_and_one_of_a_un
         1024,
         tmp_path / "samples",
         SampleRecipe(source="exact", steps=20),
-        on_progress=lambda done, total: None,
+        on_progress=lambda num_done, total: None,
     )
     right = taught(tmp_path / "right", ensemble_of(), lessons, "label", num_steps=400)
     wrong = taught(tmp_path / "wrong", blind(), lessons, "mixture", num_steps=400)
@@ -282,14 +282,14 @@ def test_distillation_that_was_stopped_goes_on_to_the_same_bytes(
     tmp_path: Path, teacher: Teacher
 ) -> None:
     whole = taught(tmp_path / "whole", ensemble_of(), data(200), teacher)
-    asked = iter(range(13))
+    questions = iter(range(13))
     with pytest.raises(KeyboardInterrupt):
         taught(
             tmp_path / "two",
             ensemble_of(),
             data(200),
             teacher,
-            should_stop=lambda: next(asked, None) is None,
+            should_stop=lambda: next(questions, None) is None,
         )
     assert same_bytes(whole, taught(tmp_path / "two", ensemble_of(), data(200), teacher))
     assert not same_bytes(
@@ -360,7 +360,7 @@ def drawn_from(
         num,
         folder,
         SampleRecipe(source=source, steps=4, seed=seed),
-        on_progress=lambda done, total: None,
+        on_progress=lambda num_done, total: None,
     )
 
 
@@ -393,16 +393,16 @@ def test_own_samples_that_are_damaged_on_disk_are_drawn_again(tmp_path: Path) ->
 def test_own_samples_tell_of_every_step_and_those_that_are_not_finite_are_not_kept(
     tmp_path: Path,
 ) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     own_samples(
         ensemble_of(),
         300,
         tmp_path,
         SampleRecipe(source="a", steps=3),
-        on_progress=lambda *pair: told.append(pair),
+        on_progress=lambda *pair: reports.append(pair),
     )
-    assert [done for done, _ in told] == [256, 512, 768, 768, 812, 856, 900, 900]
-    assert {total for _, total in told} == {900}
+    assert [num_done for num_done, _ in reports] == [256, 512, 768, 768, 812, 856, 900, 900]
+    assert {total for _, total in reports} == {900}
     wild = replace(ensemble_of(), experts=[lambda x_B, t_B: x_B / 0] * 4)
     with pytest.raises(NumericalError, check=has_subject("the ensemble's own samples")):
         own_samples(

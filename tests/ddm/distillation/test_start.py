@@ -16,10 +16,10 @@ def opened(published: PublishedRelease) -> Release:
 def start(release: Release) -> str | None:
     """Return the digest of the weights, which the file itself must have."""
     plan = release.plan
-    found = initial_weights(release, plan.expert.architecture, plan.condition)
-    if found is None:
+    start = initial_weights(release, plan.expert.architecture, plan.condition)
+    if start is None:
         return None
-    folder, file = found
+    folder, file = start
     assert type(file).of(file.path, folder / file.path) == file
     return file.digest
 

@@ -61,9 +61,9 @@ TRAINING = {
 
 def command(*words: object) -> int:
     """Run `ddm` with these words; return its exit code."""
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as ended:
         run_app(app, [str(word) for word in words])
-    return int(done.value.code or 0)
+    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -161,26 +161,26 @@ def test_student_that_was_interrupted_and_one_that_was_not_are_the_same_bytes(
 def test_command_draws_from_a_student_and_says_where_it_comes_from(
     student: Path, tiny: TinyFederation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = (student, "--num", 3, "--steps", 2)
-    assert command("sample-student", *asked, "--out", tmp_path / "a.npz", "--class", 1) == 0
-    told = capsys.readouterr().out
-    assert load_student(student)[0].source.manifest in told and "images in [-2, 2]" in told
+    options = (student, "--num", 3, "--steps", 2)
+    assert command("sample-student", *options, "--out", tmp_path / "a.npz", "--class", 1) == 0
+    output = capsys.readouterr().out
+    assert load_student(student)[0].source.manifest in output and "images in [-2, 2]" in output
     release = (tiny.path / "release", "--root", tiny.root, "--state", tmp_path / "state")
     assert command("sample", *release, "--num", 2, "--steps", 2, "--out", tmp_path / "e.npz") == 0
     assert "images in [-2, 2]" in capsys.readouterr().out
     assert (
         command(
-            "sample-student", *asked, "--out", tmp_path / "b.npz", "--class", 1, "--guidance", 2
+            "sample-student", *options, "--out", tmp_path / "b.npz", "--class", 1, "--guidance", 2
         )
         == 0
     )
     images = [np.load(tmp_path / name)["images"] for name in ("a.npz", "b.npz")]
     assert images[0].shape == (3, *PIXELS) and not np.array_equal(*images)
     assert (
-        command("sample-student", *asked, "--out", tmp_path / "c.npz", "--class", 2)
+        command("sample-student", *options, "--out", tmp_path / "c.npz", "--class", 2)
         == SetupError.exit_code
     )
-    assert command("sample-student", *asked, "--out", tmp_path / "d.gif") == SetupError.exit_code
+    assert command("sample-student", *options, "--out", tmp_path / "d.gif") == SetupError.exit_code
     for lone in (
         ("--guidance", 1),
         ("--text", "a"),
@@ -188,7 +188,7 @@ def test_command_draws_from_a_student_and_says_where_it_comes_from(
         ("--class", 1, "--text", "a"),
     ):
         assert (
-            command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone)
+            command("sample-student", *options, "--out", tmp_path / "d.npz", *lone)
             == SetupError.exit_code
         )
 
@@ -244,28 +244,28 @@ def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
 ) -> None:
     weights = told_texts(tmp_path)
     out = tmp_path / "a.npz"
-    asked = (weights, "--num", 3, "--steps", 2, "--out", out)
+    options = (weights, "--num", 3, "--steps", 2, "--out", out)
     reading = ("--text-encoder", tmp_path / "tiny-t5", "--guidance", 2)
     record, alone = load_student(weights)
     assert isinstance(record.condition, TextCondition)
     encoder = TextEncoder.open(tmp_path / "tiny-t5", record.condition)
-    found = {}
+    images_by_prompt = {}
     for prompt in ("bright left", "dark right"):
-        assert command("sample-student", *asked, "--text", prompt, *reading) == 0
+        assert command("sample-student", *options, "--text", prompt, *reading) == 0
         with np.load(out) as drawn:
-            found[prompt] = drawn["images"]
+            images_by_prompt[prompt] = drawn["images"]
         text = encoder.encode([prompt])[0]
         images = alone.sample(3, steps=2, condition=text, guidance=2).images
-        assert np.array_equal(found[prompt], images.clamp(-0.5, 0.5).numpy())
-    assert not np.allclose(*found.values(), atol=1e-3)
+        assert np.array_equal(images_by_prompt[prompt], images.clamp(-0.5, 0.5).numpy())
+    assert not np.allclose(*images_by_prompt.values(), atol=1e-3)
     assert (
-        command("sample-student", *asked, "--text", "bright left", *reading, "--class", 1)
+        command("sample-student", *options, "--text", "bright left", *reading, "--class", 1)
         == SetupError.exit_code
     )
-    assert command("sample-student", *asked, "--class", 1) == SetupError.exit_code
+    assert command("sample-student", *options, "--class", 1) == SetupError.exit_code
     save_encoder(tmp_path / "other", make_encoder("T5EncoderModel", seed=1))
     other = ("--text", "bright left", "--text-encoder", tmp_path / "other")
-    assert command("sample-student", *asked, *other) == DigestError.exit_code
+    assert command("sample-student", *options, *other) == DigestError.exit_code
     assert "the file that the plan pins" in capsys.readouterr().err
 
 

@@ -135,10 +135,10 @@ def test_teachers_weigh_experts_by_the_posterior_given_each_images_text() -> Non
         (drawn_BD - expected_BD).std(0) / len(x_BD) ** 0.5
     )
     assert float(score_D.abs().max()) < 4.5
-    told = text_B > 0
+    has_text = text_B > 0
     blind_BD = answers(ensemble(MIXTURE), "mixture", batch, lessons)  # a router that reads no text
-    assert float((blind_BD - expected_BD)[told].abs().mean()) > 0.05
-    torch.testing.assert_close(blind_BD[~told], expected_BD[~told], atol=2e-3, rtol=1e-3)
+    assert float((blind_BD - expected_BD)[has_text].abs().mean()) > 0.05
+    torch.testing.assert_close(blind_BD[~has_text], expected_BD[~has_text], atol=2e-3, rtol=1e-3)
 
 
 def test_router_that_reads_texts_without_knowing_who_has_them_takes_the_prior_for_their_shares() -> (

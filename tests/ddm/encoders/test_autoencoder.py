@@ -77,11 +77,13 @@ def test_latents_are_the_posterior_mean_over_the_scale_and_decoding_undoes_the_s
 @pytest.mark.parametrize("num", [1, 64, 65])
 def test_every_block_has_the_same_size_and_progress_counts_samples_alone(num: int) -> None:
     net = AveragingAutoencoder()
-    told = list[tuple[int, int]]()
+    reports = list[tuple[int, int]]()
     latent = AutoencoderKl(net, SIZE, (1, 4, 4))
-    whole = latent.encode(samples(num, (1, 4, 4)), lambda done, total: told.append((done, total)))
+    whole = latent.encode(
+        samples(num, (1, 4, 4)), lambda num_done, total: reports.append((num_done, total))
+    )
     assert set(net.given) == {latent.block} == {64}
-    assert told == [(done, num) for done in dict.fromkeys([min(64, num), num])]
+    assert reports == [(num_done, num) for num_done in dict.fromkeys([min(64, num), num])]
     alone = torch.cat([latent.encode(x[None]) for x in samples(num, (1, 4, 4))])
     assert torch.equal(alone, whole)
 

@@ -18,7 +18,7 @@ def _by_hand(image: np.ndarray, cells: int) -> np.ndarray:
     """The definition, pixel by pixel, for sides that the cells divide."""
     channels, height, width = image.shape
     edge = np.pad(image, ((0, 0), (1, 1), (1, 1)), mode="edge")
-    found = np.zeros((HOG_DIRECTIONS, cells, cells))
+    histogram = np.zeros((HOG_DIRECTIONS, cells, cells))
     for c, y, x in np.ndindex(channels, height, width):
         right = edge[c, y + 1, x + 2] - edge[c, y + 1, x]
         down = edge[c, y + 2, x + 1] - edge[c, y, x + 1]
@@ -27,17 +27,17 @@ def _by_hand(image: np.ndarray, cells: int) -> np.ndarray:
         share = place % 1
         row = y * cells // height
         column = x * cells // width
-        found[low % HOG_DIRECTIONS, row, column] += np.hypot(right, down) * (1 - share)
-        found[(low + 1) % HOG_DIRECTIONS, row, column] += np.hypot(right, down) * share
-    return np.sqrt(found * cells**2 / (height * width * channels))
+        histogram[low % HOG_DIRECTIONS, row, column] += np.hypot(right, down) * (1 - share)
+        histogram[(low + 1) % HOG_DIRECTIONS, row, column] += np.hypot(right, down) * share
+    return np.sqrt(histogram * cells**2 / (height * width * channels))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_histograms_are_those_of_the_definition(channels: int) -> None:
     images = _images(3, channels)
-    found = histograms(images, 4, mirrored=False)
+    actual = histograms(images, 4, mirrored=False)
     expected = np.stack([_by_hand(image.double().numpy(), 4) for image in images])
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(actual.numpy(), expected, atol=1e-5)
     mirrored = np.stack([_by_hand(image.flip(2).double().numpy(), 4) for image in images])
     both = histograms(images, 4, mirrored=True).numpy()
     np.testing.assert_allclose(both, (expected + mirrored) / 2, atol=1e-5)
@@ -46,11 +46,11 @@ def test_histograms_are_those_of_the_definition(channels: int) -> None:
 def test_an_edge_lies_in_its_direction_and_brightness_does_not_count() -> None:
     step = torch.zeros(1, 1, 8, 8)
     step[..., 4:] = 1
-    found = histograms(step, 1, mirrored=False)[0, :, 0, 0]
-    assert found[0] > 0 and not found[1:].any()
+    histogram = histograms(step, 1, mirrored=False)[0, :, 0, 0]
+    assert histogram[0] > 0 and not histogram[1:].any()
     turned = histograms(step.transpose(2, 3), 1, mirrored=False)[0, :, 0, 0]
     assert turned[HOG_DIRECTIONS // 2] > 0 and int((turned > 1e-6).sum()) == 1
-    assert torch.equal(histograms(step + 0.5, 1, mirrored=False)[0, :, 0, 0], found)
+    assert torch.equal(histograms(step + 0.5, 1, mirrored=False)[0, :, 0, 0], histogram)
 
 
 def test_mirror_images_have_the_same_features_where_that_is_asked_for_and_not_otherwise() -> None:
@@ -67,11 +67,11 @@ def test_features_do_not_depend_on_how_many_images_are_encoded_together(
 ) -> None:
     images = _images()
     encoder = HogEncoder.fit(images, 3, cells=4, mirrored=True)
-    told = []
+    reports = []
     whole = encoder.encode(images)
     monkeypatch.setattr("ddm.encoders.hog._MAX_BLOCK", 8)
-    assert torch.equal(encoder.encode(images, lambda *done: told.append(done)), whole)
-    assert told[0] == (8, 60) and told[-1] == (60, 60)
+    assert torch.equal(encoder.encode(images, lambda *num_done: reports.append(num_done)), whole)
+    assert reports[0] == (8, 60) and reports[-1] == (60, 60)
 
 
 def test_an_image_that_is_lost_is_filled_in_alone() -> None:
@@ -79,8 +79,8 @@ def test_an_image_that_is_lost_is_filled_in_alone() -> None:
     encoder = HogEncoder.fit(images, 3, cells=4, mirrored=False)
     spoilt = images.clone()
     spoilt[7, 0, 3, 3] = torch.nan
-    found = encoder.encode(spoilt, replacement=0.0)
-    assert not found[7].any() and torch.equal(found[:7], encoder.encode(images)[:7])
+    features = encoder.encode(spoilt, replacement=0.0)
+    assert not features[7].any() and torch.equal(features[:7], encoder.encode(images)[:7])
 
 
 def test_images_that_have_too_few_pixels_or_no_edges_are_refused() -> None:

@@ -54,11 +54,11 @@ def test_latents_and_images_are_those_of_diffusers(tmp_path: Path, layout: dict[
     with torch.no_grad():
         expected = (theirs.encode(x_N).latent_dist.mode() - shift) * factor
         back = theirs.decode(expected / factor + shift).sample
-    found = latent.encode(x_N)
-    assert found.shape == (3, *spec.shape(SHAPE))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    latents = latent.encode(x_N)
+    assert latents.shape == (3, *spec.shape(SHAPE))
+    torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(latent.decode(expected), back, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(found, expected / factor, rtol=0.01), "the factor matters"
+    assert not torch.allclose(latents, expected / factor, rtol=0.01), "the factor matters"
     assert torch.allclose(expected, (expected / factor + shift) * factor) == (shift == 0), (
         "and so does the shift"
     )

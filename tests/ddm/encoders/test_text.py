@@ -58,13 +58,14 @@ def test_vectors_are_what_the_network_itself_answers_and_zero_beyond(
         wanted = (getattr(net, tower) if tower else net)(
             torch.tensor([[3, 5, 1]])
         ).last_hidden_state[0]
-    found = encoder.encode([SHORT, LONG])
-    torch.testing.assert_close(found[0, :3], wanted, atol=1e-5, rtol=1e-4)
-    assert not found[0, 3:].any() and found[1].any(-1).all()
-    assert found.shape == (2, L, DIM) and encoder.dim == DIM
-    assert not torch.allclose(found[0, :2], found[1, :2]) or kind in ("CLIPModel", "LlamaModel"), (
-        "causal ones look back"
-    )
+    states = encoder.encode([SHORT, LONG])
+    torch.testing.assert_close(states[0, :3], wanted, atol=1e-5, rtol=1e-4)
+    assert not states[0, 3:].any() and states[1].any(-1).all()
+    assert states.shape == (2, L, DIM) and encoder.dim == DIM
+    assert not torch.allclose(states[0, :2], states[1, :2]) or kind in (
+        "CLIPModel",
+        "LlamaModel",
+    ), "causal ones look back"
 
 
 def test_vectors_do_not_depend_on_the_texts_beside_and_blank_texts_are_none(
@@ -73,7 +74,7 @@ def test_vectors_do_not_depend_on_the_texts_beside_and_blank_texts_are_none(
     encoder = TextEncoder.open(folder, condition)
     calls = []
     texts = [LONG, "", SHORT, "  \n", "dark"] * 30
-    together = encoder.encode(texts, lambda done, total: calls.append((done, total)))
+    together = encoder.encode(texts, lambda num_done, total: calls.append((num_done, total)))
     assert calls == [(64, 150), (128, 150), (150, 150)]
     for number, text in enumerate(texts[:5]):
         torch.testing.assert_close(together[number], encoder.encode([text])[0])
@@ -95,12 +96,14 @@ def test_vectors_are_the_same_bits_whatever_the_texts_beside_are(
     wanted = [encoder.encode([text])[0] for text in others]
     for own in ("right", f"{LONG} {LONG}", "", " \n"):
         for texts in ([own, *others], [own] * 3 + others, [own] * 70 + others):
-            found = encoder.encode(texts)[-len(others) :]
+            states = encoder.encode(texts)[-len(others) :]
             with case(own, len(texts)):
                 assert all(
-                    torch.equal(one, alone) for one, alone in zip(found, wanted, strict=True)
+                    torch.equal(one, alone) for one, alone in zip(states, wanted, strict=True)
                 )
-    assert all(each.any() for text, each in zip(others, wanted, strict=True) if text)
+    assert all(
+        states_alone.any() for text, states_alone in zip(others, wanted, strict=True) if text
+    )
 
 
 def test_text_that_is_too_long_is_cut_and_counted(folder: Path, condition: TextCondition) -> None:
@@ -176,12 +179,12 @@ def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_ask
         "backbone": "facebook/dinov2-small",
         "use_pretrained_backbone": True,
     }
-    for asked in (
+    for config in (
         elsewhere,
         elsewhere | {"model_type": "tvp"},
         {"model_type": "llava", "vision_config": elsewhere},
     ):
-        (mine / "config.json").write_text(json.dumps(asked))
+        (mine / "config.json").write_text(json.dumps(config))
         with pytest.raises(SetupError, check=has_subject("text encoder mine")):
             pin(mine, max_tokens=L, drop=0.1)
     with pytest.raises(AssertionError, match="network"):
@@ -316,7 +319,7 @@ def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_w
     tokenizer.save(str(mine / "tokenizer.json"))
     condition = pin(mine, max_tokens=L, drop=0.0)
     assert (
-        isinstance(found := encode_text("~bright", mine, condition), torch.Tensor) and found.any()
+        isinstance(states := encode_text("~bright", mine, condition), torch.Tensor) and states.any()
     )
     with pytest.raises(SetupError, check=has_subject("--text")):
         encode_text("~~", mine, condition)

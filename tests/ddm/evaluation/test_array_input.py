@@ -134,7 +134,7 @@ def test_silos_and_priors_that_do_not_fit_are_refused() -> None:
         REFERENCE,
         origins=SampleOrigins(silo_N[::-1].astype(">i8"), prior=np.array([1, 1], ">f4")),
     )
-    assert [each.num for each in held_otherwise.per_silo.values()] == [20, 20]
+    assert [figures.num for figures in held_otherwise.per_silo.values()] == [20, 20]
     assert held_otherwise.share_error is not None
     assert held_otherwise.share_error.error.value == 0.0
 

@@ -39,7 +39,7 @@ def test_classifier_learns_is_kept_and_opened_as_it_was(tmp_path: Path) -> None:
     trained = train_classifier(images, labels, SPEC, num_steps=30)
     fresh, truth = stripes(200, 1)
     assert trained.accuracy(fresh, truth) > 0.95
-    assert sum(each.numel() for each in Network(1, 10).parameters()) == pytest.approx(
+    assert sum(parameter.numel() for parameter in Network(1, 10).parameters()) == pytest.approx(
         100_000, rel=0.02
     )
     twice = [
@@ -60,7 +60,7 @@ def test_file_of_a_classifier_that_is_not_one_is_refused(tmp_path: Path) -> None
     tensors = load_tensors(path, None, max_bytes=1 << 24)
     wrong = {
         "a tensor missing": {
-            name: each for name, each in tensors.items() if name != "features.bias"
+            name: tensor for name, tensor in tensors.items() if name != "features.bias"
         },
         "a tensor too many": tensors | {"more": torch.zeros(1)},
         "another shape": tensors | {"features.weight": torch.zeros(64, 3)},
@@ -92,8 +92,8 @@ def test_clip_gives_the_image_embeddings_of_the_whole_network(tmp_path: Path) ->
     opened = ClipVision.open(folder, SPEC)
     images = torch.rand(70, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        found = net.get_image_features(pixel_values=opened.prepare(images))
-    expected = getattr(found, "pooler_output", found)
+        outputs = net.get_image_features(pixel_values=opened.prepare(images))
+    expected = getattr(outputs, "pooler_output", outputs)
     torch.testing.assert_close(opened.encode(images), expected, rtol=1e-4, atol=1e-5)
     assert opened.encode(images).shape == (70, opened.dim) == (70, 4)
     other = ClipVision.open(clip_folder(tmp_path / "other", seed=1)[0], SPEC)
@@ -109,7 +109,7 @@ def test_folder_without_a_whole_clip_is_refused(tmp_path: Path) -> None:
         ClipVision.open(tmp_path, SPEC)
     folder, net = clip_folder(tmp_path / "clip")
     lost = {
-        name: each for name, each in net.state_dict().items() if "visual_projection" not in name
+        name: tensor for name, tensor in net.state_dict().items() if "visual_projection" not in name
     }
     save_tensors(folder / "model.safetensors", lost)
     with pytest.raises(SetupError, match="missing"):
@@ -200,7 +200,7 @@ def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_
     assert json.dumps(torch_too.to_json()) == json.dumps(plain)
     assert plain["share_error"]["value"] == 0.0 and set(plain["recall_by"]) == {"0", "1"}
     # labels are no silos
-    assert {each["num_reference"] for each in plain["per_silo"].values()} == {90}
+    assert {figures["num_reference"] for figures in plain["per_silo"].values()} == {90}
     with pytest.raises(ShapeError):
         evaluate(samples, real, origins=SampleOrigins([0, 1]))
     with pytest.raises(ShapeError):

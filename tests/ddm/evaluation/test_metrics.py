@@ -95,9 +95,9 @@ def test_kid_is_that_of_torch_fidelity_over_all_images_at_once(
     samples = pair[0]
     reference = pair[1][: len(pair[0])]  # its estimate wants sets of one size
     whole = {"kid_subsets": 1, "kid_subset_size": len(samples), "rng_seed": 0, "verbose": False}
-    found = others.kid.kid_features_to_metric(samples.double(), reference.double(), **whole)
+    theirs = others.kid.kid_features_to_metric(samples.double(), reference.double(), **whole)
     assert figures(samples, reference)["kid"] == pytest.approx(
-        found["kernel_inception_distance_mean"], rel=1e-9
+        theirs["kernel_inception_distance_mean"], rel=1e-9
     )
 
 
@@ -136,12 +136,12 @@ def test_precision_recall_density_and_coverage_are_those_of_prdc(
 def test_precision_and_recall_are_those_of_torch_fidelity(
     pair: tuple[Tensor, Tensor], others: SimpleNamespace
 ) -> None:
-    found = others.prc.prc_features_to_metric(
+    theirs = others.prc.prc_features_to_metric(
         *pair, prc_neighborhood=3, prc_batch_size=100, verbose=False
     )
     ours = figures(*pair, 3)
-    assert found["precision"] == pytest.approx(ours["precision"], abs=1e-6)
-    assert found["recall"] == pytest.approx(ours["recall"], abs=1e-6)
+    assert theirs["precision"] == pytest.approx(ours["precision"], abs=1e-6)
+    assert theirs["recall"] == pytest.approx(ours["recall"], abs=1e-6)
 
 
 def test_identical_sets_are_perfect_and_disjoint_ones_share_nothing(

@@ -40,8 +40,8 @@ from tests.support.dicom_files import (
 
 def pictures(path: Path, limits: DecodeLimits | None = None) -> list[DecodedPicture]:
     actual = list(decode(FileContent.of(path), limits))
-    assert all(isinstance(each, DecodedPicture) for each in actual)
-    return [each for each in actual if isinstance(each, DecodedPicture)]
+    assert all(isinstance(item, DecodedPicture) for item in actual)
+    return [item for item in actual if isinstance(item, DecodedPicture)]
 
 
 def values_of(path: Path) -> np.ndarray:
@@ -181,12 +181,12 @@ def test_frames_make_a_volume_only_where_they_lie_evenly(tmp_path: Path) -> None
     assert volume.spacing == (10, 0.5, 0.75)
     for places in ([0, 10, 20, 20], [0, 10, 20, 35]):
         apart = pictures(write_enhanced(frames, places, tmp_path / "frames"))
-        assert [each.values.shape for each in apart] == [(1, 6, 5)] * 4
+        assert [picture.values.shape for picture in apart] == [(1, 6, 5)] * 4
         assert (apart[2].values[0] == frames[2].astype(int) * 2 - 1000).all()
     clip = pictures(write(tags_of(frames), tmp_path / "clip"))
-    assert [(each.values[0] == frame).all() for each, frame in zip(clip, frames, strict=True)] == [
-        True
-    ] * 4
+    assert [
+        (picture.values[0] == frame).all() for picture, frame in zip(clip, frames, strict=True)
+    ] == [True] * 4
 
 
 def icon() -> Sequence:
@@ -294,9 +294,9 @@ def test_every_file_that_pydicom_brings_loads_as_pydicom_loads_it_or_is_refused(
         if "PerFrameFunctionalGroupsSequence" in tags or "ModalityLUTSequence" in tags:
             continue
         frames = raw if int(tags.get("NumberOfFrames") or 1) > 1 else raw[None]
-        for each, frame in zip(actual, frames, strict=True):
+        for picture, frame in zip(actual, frames, strict=True):
             expected = np.moveaxis(frame, -1, 0) if frame.ndim == 3 else frame[None]
-            assert (each.values == expected.astype(each.values.dtype)).all(), path.name
+            assert (picture.values == expected.astype(picture.values.dtype)).all(), path.name
         equal += 1
     assert equal > 20 and refused < equal
 
@@ -329,7 +329,7 @@ def test_uncompressed_greys_are_those_of_pydicom_whatever_stands_in_unused_bits(
             implicit_vr=syntax.is_implicit_VR,
             little_endian=True,
         )
-        actual = np.stack([each.values[0] for each in pictures(path)])
+        actual = np.stack([picture.values[0] for picture in pictures(path)])
         expected = pydicom.dcmread(path).pixel_array.reshape(actual.shape)
         assert (actual == expected).all() and actual.dtype.kind == expected.dtype.kind
 

@@ -28,7 +28,7 @@ def test_pixels_of_another_shape_or_type_are_other_pixels() -> None:
         values.reshape(1, 4, 16),
         values.view(np.uint16).reshape(1, 4, 8),
     )
-    actual = [record_of(DecodedPicture.of(Picture(each)), KEY).pixels for each in shapes]
+    actual = [record_of(DecodedPicture.of(Picture(shape)), KEY).pixels for shape in shapes]
     assert len(set(actual)) == 3
     assert (
         actual[0]

@@ -61,9 +61,11 @@ def refusal(data: bytes, limits: DecodeLimits | None = None) -> ImageError:
     return caught.value
 
 
-def near(found: np.ndarray, expected: np.ndarray, most: int = 3) -> bool:
+def near(actual: np.ndarray, expected: np.ndarray, most: int = 3) -> bool:
     expected = expected if expected.ndim == 3 else expected[..., None]
-    return found.shape == expected.shape and int(np.abs(found - expected.astype(int)).max()) <= most
+    return (
+        actual.shape == expected.shape and int(np.abs(actual - expected.astype(int)).max()) <= most
+    )
 
 
 def test_greys_and_colours_are_read_in_each_way_of_coding(tmp_path: Path) -> None:

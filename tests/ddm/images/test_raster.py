@@ -17,7 +17,7 @@ from tests.support.dicom_files import waves
 
 
 def pictures(path: Path) -> list[DecodedPicture]:
-    return [each for each in decode(FileContent.of(path)) if isinstance(each, DecodedPicture)]
+    return [item for item in decode(FileContent.of(path)) if isinstance(item, DecodedPicture)]
 
 
 def values_of(path: Path) -> np.ndarray:
@@ -141,8 +141,8 @@ def test_pages_are_images_of_their_own_and_reduced_ones_thumbnails(tmp_path: Pat
     pages = np.stack([GREY, 255 - GREY])
     tifffile.imwrite(tmp_path / "pages.tiff", pages, photometric="minisblack")
     assert [
-        (each.values[0] == page).all()
-        for each, page in zip(pictures(tmp_path / "pages.tiff"), pages, strict=True)
+        (picture.values[0] == page).all()
+        for picture, page in zip(pictures(tmp_path / "pages.tiff"), pages, strict=True)
     ]
     with tifffile.TiffWriter(tmp_path / "reduced.tiff") as writer:
         writer.write(GREY, photometric="minisblack")
@@ -184,8 +184,8 @@ def test_text_is_suspected_in_bright_and_dark_letters_and_not_in_noise(tmp_path:
         rng.integers(0, 256, (256, 256)),
         rng.exponential(20, (512, 512)).clip(0, 255),
     ]
-    for each in (*noise, smooth):
-        Image.fromarray(each.astype(np.uint8)).save(tmp_path / "image.png")
+    for values in (*noise, smooth):
+        Image.fromarray(values.astype(np.uint8)).save(tmp_path / "image.png")
         assert not pictures(tmp_path / "image.png")[0].flags
 
 

@@ -142,7 +142,7 @@ def test_what_is_no_data_set_is_an_error_and_nothing_at_a_path_is_raised(tmp_pat
             open_image_set(Path("/proc/self/mem"), DATA, SPEC)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    assert all(isinstance(each, ImageError) for each in read_pictures(fifo))
+    assert all(isinstance(item, ImageError) for item in read_pictures(fifo))
 
 
 def test_importing_the_package_loads_neither_torch_nor_decoders() -> None:

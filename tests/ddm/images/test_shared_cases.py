@@ -109,17 +109,17 @@ def test_05_tilted_slices_are_no_upright_volume() -> None:
     for name in ("tilted.dcm", "tilted.nii.gz"):
         with case(name):
             actual = read(path / name)
-            for each in actual:
-                is_image = isinstance(each, DecodedPicture) and each.values.ndim == 3
+            for item in actual:
+                is_image = isinstance(item, DecodedPicture) and item.values.ndim == 3
                 is_volume = (
-                    isinstance(each, DecodedPicture)
-                    and each.spacing is not None
-                    and each.values.ndim == 4
+                    isinstance(item, DecodedPicture)
+                    and item.spacing is not None
+                    and item.values.ndim == 4
                 )
-                assert isinstance(each, ImageError) or is_image or is_volume
-                if isinstance(each, DecodedPicture) and each.values.ndim == 4:
-                    assert each.spacing is not None
-                    assert each.spacing[0] == pytest.approx(4.0, rel=1e-3)
+                assert isinstance(item, ImageError) or is_image or is_volume
+                if isinstance(item, DecodedPicture) and item.values.ndim == 4:
+                    assert item.spacing is not None
+                    assert item.spacing[0] == pytest.approx(4.0, rel=1e-3)
 
 
 def test_07_windows_narrower_than_one_are_those_of_the_standard() -> None:
@@ -151,15 +151,17 @@ def test_10_pixels_that_are_no_squares_have_their_aspect() -> None:
 def test_13_every_frame_has_its_own_slope() -> None:
     expected = np.load(CASES / "13-slope-by-frame" / "expected.npy")
     actual = read(folder("13-slope-by-frame") / "slopes.dcm")
-    pictures = [each for each in actual if isinstance(each, DecodedPicture)]
+    pictures = [item for item in actual if isinstance(item, DecodedPicture)]
     assert len(pictures) == len(actual)
-    values = np.concatenate([each.values.reshape(-1, *each.values.shape[-2:]) for each in pictures])
+    values = np.concatenate(
+        [picture.values.reshape(-1, *picture.values.shape[-2:]) for picture in pictures]
+    )
     # every eighth pixel is listed
     np.testing.assert_allclose(values[:, ::8, ::8], expected, rtol=1e-6)
-    for each in pictures:
-        if each.full is not None:
-            assert each.full[0] <= each.values.min()
-            assert each.values.max() <= each.full[1]
+    for picture in pictures:
+        if picture.full is not None:
+            assert picture.full[0] <= picture.values.min()
+            assert picture.values.max() <= picture.full[1]
 
 
 def test_14_tables_as_offices_write_them() -> None:
@@ -186,7 +188,7 @@ def test_14_tables_as_offices_write_them() -> None:
     for name, labels in expected.items():
         with case(name):
             actual = read(path / name)
-            assert [each.label for each in actual if isinstance(each, DecodedPicture)] == labels
+            assert [item.label for item in actual if isinstance(item, DecodedPicture)] == labels
             assert len(actual) == len(labels)
     # Two columns could be the label: neither is taken in silence.
     for name, words in {
@@ -199,10 +201,10 @@ def test_14_tables_as_offices_write_them() -> None:
             assert words in refusal.detail
     missing = read(path / "upper_ext.csv")
     assert len(missing) == 6
-    for each in missing:
-        assert isinstance(each, ImageError)
-        assert each.reason is Reason.MISSING
-        assert "differs only in case" in each.detail
+    for item in missing:
+        assert isinstance(item, ImageError)
+        assert item.reason is Reason.MISSING
+        assert "differs only in case" in item.detail
 
 
 def test_15_parts_of_an_array_come_in_the_order_of_their_numbers_or_are_refused() -> None:
@@ -210,14 +212,14 @@ def test_15_parts_of_an_array_come_in_the_order_of_their_numbers_or_are_refused(
     parts = [np.load(path / f"images-{number}.npy") for number in range(1, 13)]
     labels = np.load(path / "labels.npy")
     actual = read(path)
-    if any(isinstance(each, ImageError) for each in actual):
+    if any(isinstance(item, ImageError) for item in actual):
         return
-    rows = [each for part in parts for each in part]
+    rows = [row for part in parts for row in part]
     assert len(actual) == len(rows) == len(labels)
-    for each, row, label in zip(actual, rows, labels, strict=True):
-        assert isinstance(each, DecodedPicture)
-        np.testing.assert_array_equal(each.values.reshape(row.shape), row)
-        assert each.label == str(label)
+    for picture, row, label in zip(actual, rows, labels, strict=True):
+        assert isinstance(picture, DecodedPicture)
+        np.testing.assert_array_equal(picture.values.reshape(row.shape), row)
+        assert picture.label == str(label)
 
 
 def test_16_and_17_little_of_the_range_is_remarked() -> None:

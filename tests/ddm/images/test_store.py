@@ -152,10 +152,10 @@ def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_who
     assert table.exists()
 
 
-def load(path: Path, folder: Path, spec: TransformSpec, **asked: object) -> Cohort:
+def load(path: Path, folder: Path, spec: TransformSpec, **request: object) -> Cohort:
     plain = {"unit": "image", "num_classes": None}
     return cohort_at(
-        path, DATA, min_images=1, salt=b"s", folder=folder, transform=spec, **(plain | asked)
+        path, DATA, min_images=1, salt=b"s", folder=folder, transform=spec, **(plain | request)
     )
 
 

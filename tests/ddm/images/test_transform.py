@@ -418,7 +418,7 @@ def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_wh
             samples, problem = transform.apply_to_any(picture)
             assert len(samples) == (3 if slices else 1) and problem
             assert words in problem or words == "ndim"
-            assert all(each.shape == data.shape and np.all(each == -1.0) for each in samples)
+            assert all(sample.shape == data.shape and np.all(sample == -1.0) for sample in samples)
             with pytest.raises((DataError, AttributeError)):
                 transform.apply(picture)
     for wide in (

@@ -25,7 +25,7 @@ def test_parts_of_a_data_set_and_channels_at_the_end_are_understood(tmp_path: Pa
         tmp_path / "a.npz", val_images=colours, val_labels=[[1], [0]], train_images=colours[:1]
     )
     actual = list(decode(FileContent.of(tmp_path / "a.npz")))
-    assert [(each.split, each.label) for each in actual] == [
+    assert [(volume.split, volume.label) for volume in actual] == [
         ("train", None),
         ("val", "1"),
         ("val", "0"),

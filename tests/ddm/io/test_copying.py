@@ -101,12 +101,12 @@ def test_copy_of_documents_ends_at_the_first_that_fails_with_what_the_system_say
     for name in names:
         (source / name).write_bytes(name.encode())
     copy_documents(source, target)
-    found = {
+    contents = {
         path.relative_to(target).as_posix(): path.read_bytes()
         for path in target.rglob("*")
         if path.is_file()
     }
-    assert found == {name: name.encode() for name in names}
+    assert contents == {name: name.encode() for name in names}
 
     def full(path: Path, data: bytes) -> None:
         if path.name == "b":

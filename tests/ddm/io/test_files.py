@@ -38,16 +38,16 @@ def test_file_that_must_not_be_overwritten_is_not(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize("found", ["file", "link"])
+@pytest.mark.parametrize("link_kind", ["file", "link"])
 def test_what_lies_where_a_file_is_written_aside_is_never_written_into(
-    tmp_path: Path, found: str
+    tmp_path: Path, link_kind: str
 ) -> None:
     """The attack: a file or link made there before would tell its maker what is secret, or lead the bytes elsewhere."""
     with replacing(tmp_path / "key"):
         (part,) = tmp_path.iterdir()
     other = tmp_path / "other"
     other.write_bytes(b"")
-    os.link(other, part) if found == "file" else part.symlink_to(other)
+    os.link(other, part) if link_kind == "file" else part.symlink_to(other)
     write_atomic(tmp_path / "key", b"secret", mode=0o600)
     assert (tmp_path / "key").read_bytes() == b"secret" and other.read_bytes() == b""
     assert stat.S_IMODE((tmp_path / "key").lstat().st_mode) == 0o600

@@ -19,10 +19,10 @@ def task(owner: Owner, number: int, srun: str) -> tuple[int, str]:
     """Run the script as one task; return its exit code, and what it asked of the scheduler."""
     (script,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), flags=re.DOTALL)
     programs = owner.path / "programs"
-    asked = owner.path / "asked"
+    calls = owner.path / "asked"
     programs.mkdir(exist_ok=True)
-    asked.write_text("")
-    for name, text in (("srun", srun), ("scontrol", f'echo "$@" >> {asked}')):
+    calls.write_text("")
+    for name, text in (("srun", srun), ("scontrol", f'echo "$@" >> {calls}')):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
     named = {
@@ -36,8 +36,10 @@ def task(owner: Owner, number: int, srun: str) -> tuple[int, str]:
         "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     words = ["bash", "-c", script.replace("--device cuda", "--device cpu")]
-    done = subprocess.run(words, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
-    return done.returncode, asked.read_text()
+    result = subprocess.run(
+        words, env=environment, capture_output=True, timeout=LIMIT_S, check=False
+    )
+    return result.returncode, calls.read_text()
 
 
 def test_task_that_was_stopped_is_queued_again_and_one_that_failed_is_not(tmp_path: Path) -> None:

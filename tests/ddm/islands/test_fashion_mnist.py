@@ -31,7 +31,7 @@ def test_fashion_mnist_in_eight_islands_is_sampled_by_their_shares(tmp_path: Pat
         owner.path / "pass",
     )
     data = Path(folder) / "train-images-idx3-ubyte.gz"
-    for done in (
+    for result in (
         run_command("ddm", "split", "--data", data, "--islands", 8, *known),
         owner.train(),
         owner.assemble("release"),
@@ -39,9 +39,9 @@ def test_fashion_mnist_in_eight_islands_is_sampled_by_their_shares(tmp_path: Pat
             "sample", "release", "--num", 256, "--steps", 4, "--out", tmp_path / "samples.npz"
         ),
     ):
-        assert done.code == 0, done.err
+        assert result.code == 0, result.err
     assert np.isfinite(np.load(tmp_path / "samples.npz")["images"]).all()
-    shown = [float(word.split()[1]) for word in done.out.split("Experts: ")[1].split(", ")]
+    shown = [float(word.split()[1]) for word in result.out.split("Experts: ")[1].split(", ")]
     assert len(shown) == 8
     assert sum(shown) == pytest.approx(1.0, abs=0.05)
     assert max(shown) < 0.3  # balanced islands of 1/8 each

@@ -55,9 +55,9 @@ def test_two_processes_share_an_island_and_torchrun_starts_them_too(tmp_path: Pa
     ]
     words = ["-m", "ddm.cli.main", "train", str(owner.run), "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
-    done = subprocess.run(
+    result = subprocess.run(
         [*torchrun, *words], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("All 2 islands are trained") == 1
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("All 2 islands are trained") == 1
     assert [Islands(owner.run).island(number).is_trained for number in range(2)] == [True, True]

@@ -51,8 +51,8 @@ def test_islands_hold_the_latents_of_the_plan_and_the_named_size_becomes_its_num
     sized = RECIPE.replace(NUMBERS, 'size = "S/2"\n')
     assert sized != RECIPE
     owner = Owner.make(tmp_path, recipe=sized, extra=autoencoder(tmp_path))
-    done = owner.split()
-    assert done.code == 0, done.err
+    result = owner.split()
+    assert result.code == 0, result.err
     islands = Islands(owner.run)
     images = torch.from_numpy(digits()[0])
     plan = islands.plan

@@ -28,8 +28,8 @@ from tests.support.text_encoders import make_encoder, save_encoder
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Owner:
     """Two islands by clusters, trained and assembled once."""
     owner = Owner.make(tmp_path_factory.mktemp("owner"))
-    for done in (owner.split("--islands", 2), owner.train(), owner.assemble("release")):
-        assert done.code == 0, done.err
+    for result in (owner.split("--islands", 2), owner.train(), owner.assemble("release")):
+        assert result.code == 0, result.err
     return owner
 
 
@@ -40,10 +40,10 @@ def copied(owner: Owner, to: Path) -> Owner:
 
 
 def manifest(owner: Owner, release: str) -> dict[str, object]:
-    done = owner.read("info", release, "--json")
-    assert done.code == 0, done.err
-    found: dict[str, object] = json.loads(done.out)
-    return found
+    result = owner.read("info", release, "--json")
+    assert result.code == 0, result.err
+    document: dict[str, object] = json.loads(result.out)
+    return document
 
 
 def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(
@@ -73,18 +73,18 @@ def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(
 def test_report_says_what_the_release_does_and_its_first_images_are_those_that_its_command_draws(
     trained: Owner, tmp_path: Path
 ) -> None:
-    found = open_release(trained.path / "release", root=trained.root, state=None)
-    listed = {file.path: file for file in found.manifest.files}
-    page = (found.folder / "report.html").read_text("utf-8")
-    assert listed["report.html"].digest == sha256_file(found.folder / "report.html")
+    release = open_release(trained.path / "release", root=trained.root, state=None)
+    listed = {file.path: file for file in release.manifest.files}
+    page = (release.folder / "report.html").read_text("utf-8")
+    assert listed["report.html"].digest == sha256_file(release.folder / "report.html")
     assert active_content(page) == []
     read = PageReader(page)
     islands = Islands(trained.run)
     expected = [
         "digits",
-        found.manifest.plan_id,
-        found.manifest.plan_digest,
-        found.manifest.router.file.digest,
+        release.manifest.plan_id,
+        release.manifest.plan_digest,
+        release.manifest.router.file.digest,
     ]
     for number, island in enumerate(islands.split.islands):
         record = islands.trained(number)
@@ -111,16 +111,16 @@ def test_report_says_what_the_release_does_and_its_first_images_are_those_that_i
 
 
 def test_release_states_shares_of_the_images_and_no_privacy(trained: Owner) -> None:
-    found = open_release(trained.path / "release", root=trained.root, state=None)
+    release = open_release(trained.path / "release", root=trained.root, state=None)
     split = Islands(trained.run).split
-    assert [expert.prior for expert in found.manifest.experts] == pytest.approx(
+    assert [expert.prior for expert in release.manifest.experts] == pytest.approx(
         [island.num_images / 600 for island in split.islands], abs=1e-12
     )
-    assert not found.plan.statistics.private
-    assert [(silo.epsilon, silo.delta, silo.audit) for silo in found.manifest.silos] == [
+    assert not release.plan.statistics.private
+    assert [(silo.epsilon, silo.delta, silo.audit) for silo in release.manifest.silos] == [
         (None, None, "none")
     ] * 2
-    assert [expert.cluster for expert in found.manifest.experts] == [0, 1]
+    assert [expert.cluster for expert in release.manifest.experts] == [0, 1]
 
 
 def test_islands_hold_every_image_once_in_the_cluster_of_its_nearest_centroid(
@@ -175,9 +175,9 @@ def test_missing_island_is_named_a_partial_release_renormalised_and_the_next_ver
     assert refused.code == 3
     assert "none for 1" in refused.err and "--island 1" in refused.err
     assert not (owner.path / "second").exists()
-    done = owner.assemble("second", "--partial")
-    assert done.code == 0, done.err
-    assert "PARTIAL: without island1" in done.out
+    result = owner.assemble("second", "--partial")
+    assert result.code == 0, result.err
+    assert "PARTIAL: without island1" in result.out
     second = manifest(owner, "second")
     assert (second["version"], second["missing_silos"]) == (2, ["island1"])
     assert [expert["prior"] for expert in second["experts"]] == [1.0]  # type: ignore[attr-defined]
@@ -233,8 +233,8 @@ def test_other_router_families_are_assembled_too(trained: Owner, tmp_path: Path,
     recipe = RECIPE.replace(before, f'kind = "{kind}"\n{size}')
     classes = '[condition]\nkind = "class"\nnum_classes = 10\n'
     owner = Owner.make(tmp_path, steps=5, recipe=recipe, extra=classes)
-    for done in (owner.split(), owner.train(), owner.assemble("release")):
-        assert done.code == 0, done.err
+    for result in (owner.split(), owner.train(), owner.assemble("release")):
+        assert result.code == 0, result.err
     for strategy in ("lock", "full"):
         how = ("--strategy", strategy, "--class", 3, "--out", tmp_path / f"{strategy}.npz")
         sampled = owner.read("sample", "release", "--num", 2, "--steps", 2, *how)
@@ -254,8 +254,8 @@ def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> 
     owner = Owner.make(
         tmp_path / "owner", steps=5, recipe=RECIPE.replace(before, reading), extra=wanted
     )
-    for done in (owner.split(), owner.train(), owner.assemble("release")):
-        assert done.code == 0, done.err
+    for result in (owner.split(), owner.train(), owner.assemble("release")):
+        assert result.code == 0, result.err
     islands = Islands(owner.run)
     (_, label_N) = digits()
     rows = map_array(islands.island(1).rows).numpy()[:3]

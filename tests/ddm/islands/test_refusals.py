@@ -53,10 +53,10 @@ def test_recipe_or_data_that_do_not_fit_are_refused_and_leave_no_folder(tmp_path
         with case(bad):
             assert good in RECIPE
             owner = Owner.make(tmp_path / str(number), recipe=RECIPE.replace(good, bad))
-            done = owner.split()
-            assert done.code == code, done.err
-            assert words.lower() in done.err.lower()
-            assert "to do:" in done.err
+            result = owner.split()
+            assert result.code == code, result.err
+            assert words.lower() in result.err.lower()
+            assert "to do:" in result.err
             assert not owner.run.exists()
             assert [path.name for path in owner.path.iterdir() if "part" in path.name] == []
 
@@ -83,11 +83,11 @@ def test_folder_of_another_version_is_named_as_such(split: Owner, tmp_path: Path
     owner.run.mkdir()
     other = json.loads((split.run / "split.json").read_bytes()) | {"format": "archipelago/split/9"}
     (owner.run / "split.json").write_text(json.dumps(other))
-    done = owner.train()
-    assert done.code == 3
+    result = owner.train()
+    assert result.code == 3
     assert (
-        "made by this version of ddm split" in done.err
-        and "Use the version that made it" in done.err
+        "made by this version of ddm split" in result.err
+        and "Use the version that made it" in result.err
     )
 
 
@@ -108,9 +108,9 @@ def test_full_disk_is_noticed_before_anything_is_written(
 ) -> None:
     owner = Owner.make(tmp_path)
     monkeypatch.setattr(ddm.io.space, "free_bytes", lambda folder: 1000)
-    done = owner.split()
-    assert done.code == 9
-    assert "the islands' images" in done.err
+    result = owner.split()
+    assert result.code == 9
+    assert "the islands' images" in result.err
     assert not owner.run.exists()
 
 
@@ -118,7 +118,7 @@ def test_ctrl_c_while_dividing_leaves_nothing(tmp_path: Path) -> None:
     owner = Owner.make(tmp_path)
     recipe = load_settings(IslandsRecipe, owner.path / "plan.toml")
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(num_done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -187,9 +187,9 @@ def test_wrong_passphrase_publishes_nothing_and_a_release_that_claims_privacy_is
 
 def test_labels_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     owner = Owner.make(tmp_path, extra='[condition]\nkind = "class"\nnum_classes = 5\n')
-    done = owner.split()
-    assert done.code == 7
-    assert "0 to 4" in done.err and "others at" in done.err
+    result = owner.split()
+    assert result.code == 7
+    assert "0 to 4" in result.err and "others at" in result.err
     images = np.load(owner.path / "data.npz")["images"]
     np.savez(owner.path / "data.npz", images=images, labels=np.zeros(3, np.int64))
     assert "one value an image" in owner.split().err

@@ -166,14 +166,14 @@ def test_public_model_signing_package_accepts_the_release_and_refuses_one_change
     public = published.tiny.federation.path / "model-signing.pub.pem"
     command = [sys.executable, "-W", "ignore", "-m", "model_signing", "verify", "key", str(folder)]
     command += ["--signature", str(folder / "model.sig"), "--public_key", str(public)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert result.returncode == 0, result.stdout + result.stderr
     report = folder / "report.html"
     report.write_bytes(report.read_bytes().replace(b"<", b">", 1))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert done.returncode != 0
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert result.returncode != 0
     # Which quotes surround the name depends on the digest.
-    assert re.search(r"Hash mismatch for \\?'report\.html", done.stdout + done.stderr)
+    assert re.search(r"Hash mismatch for \\?'report\.html", result.stdout + result.stderr)
 
 
 def client(release: Path, root: Path, folder: Path) -> Updater:

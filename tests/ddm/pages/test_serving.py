@@ -22,14 +22,14 @@ def test_interrupt_before_a_page_is_served_ends_it_without_a_warning(
 
     def warned(serve: Callable[[Any, Any], None]) -> list[str]:
         with (
-            warnings.catch_warnings(record=True) as found,
+            warnings.catch_warnings(record=True) as caught,
             listening("127.0.0.1", 0) as (listener, _),
         ):
             warnings.simplefilter("always")
             with pytest.raises(KeyboardInterrupt):
                 serve(server_of(PlainTextResponse("here")), listener)
             gc.collect()
-        return [str(each.message) for each in found]
+        return [str(warning.message) for warning in caught]
 
     assert warned(run_server) == []
     assert "never awaited" in warned(lambda server, listener: server.run(sockets=[listener]))[0], (

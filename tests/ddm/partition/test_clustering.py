@@ -152,14 +152,14 @@ def test_assignment_is_the_same_on_any_number_of_threads() -> None:
     features = torch.cat(
         [torch.randn(700, 48, generator=generator), (centroids[:65] + centroids[65:]) / 2]
     )
-    found = []
+    assignments = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         try:
-            found.append(_clusters(centroids).assign(features))
+            assignments.append(_clusters(centroids).assign(features))
         finally:
             torch.set_num_threads(THREADS)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(assignments[0], other) for other in assignments[1:])
 
 
 def test_assignment_gives_ties_to_the_lowest_index() -> None:

@@ -89,8 +89,8 @@ def test_gaussian_mu_refuses_what_no_gaussian_meets() -> None:
 )
 def test_total_epsilon_is_a_tight_upper_bound_of_brute_force(mechanisms: list[Mechanism]) -> None:
     exact = brentq(lambda epsilon: _brute_delta(epsilon, mechanisms) - 1e-5, 0, 50)
-    found = total_epsilon(mechanisms, 1e-5)
-    assert exact - 1e-6 <= found <= exact + 2e-3
+    epsilon = total_epsilon(mechanisms, 1e-5)
+    assert exact - 1e-6 <= epsilon <= exact + 2e-3
     assert abs(total_epsilon(mechanisms[1:], 1e-5) - exact) > 0.1  # leaving one out shows
 
 
@@ -145,10 +145,10 @@ def test_hundred_plans_cost_what_their_shares_of_delta_cost_in_closed_form() -> 
     shares = [delta / (j * (j + 1)) for j in range(1, num)] + [delta / num]
     assert math.fsum(shares) == pytest.approx(delta, rel=1e-12)
     expected = sum(brentq(lambda e, d=d: gaussian_delta(mu, e) - d, 0, 50) for d in shares)
-    found = adaptive_epsilon([[GaussianMechanism(mu=mu)]] * num, delta)
-    assert found == pytest.approx(expected, rel=1e-6)
+    epsilon = adaptive_epsilon([[GaussianMechanism(mu=mu)]] * num, delta)
+    assert epsilon == pytest.approx(expected, rel=1e-6)
     # what it costs that plans may adapt
-    assert found > 3 * total_epsilon([GaussianMechanism(mu=mu)] * num, delta)
+    assert epsilon > 3 * total_epsilon([GaussianMechanism(mu=mu)] * num, delta)
 
 
 def test_one_plan_costs_its_composed_epsilon_and_pure_plans_their_sum() -> None:
@@ -186,15 +186,15 @@ def test_t_release_gives_exactly_the_noise_that_mu_asks(path) -> None:
     mu = gaussian_mu(7.0, 1e-5)
     scale = 4.7
     rank = 8
-    found = t_release(mu, scale, path, rank)
+    level = t_release(mu, scale, path, rank)
 
     def spent(t: float) -> float:
         at = torch.tensor(t, dtype=torch.float64)
         return sketch_sensitivity(rank) * float(path.alpha(at) / (path.sigma(at) / scale))
 
-    assert mu * (1 - 1e-4) < spent(found) <= mu
-    assert spent(found - 1e-4) > mu
-    assert float(repr(found)) == found
+    assert mu * (1 - 1e-4) < spent(level) <= mu
+    assert spent(level - 1e-4) > mu
+    assert float(repr(level)) == level
 
 
 def test_t_release_refuses_a_release_that_would_be_noise_alone() -> None:
@@ -247,7 +247,7 @@ def moved_pair_epsilon(epsilons: Sequence[float], delta: float) -> float:
     A cell's loss is ``+-epsilon / 2``, the former with probability ``1 / (1 + exp(-epsilon / 2))``.
     """
     losses = {0.0: 1.0}
-    for epsilon in (each for each in epsilons for _ in range(2)):
+    for epsilon in (value for value in epsilons for _ in range(2)):
         up = 1 / (1 + math.exp(-epsilon / 2))
         after: dict[float, float] = {}
         for loss, share in losses.items():
@@ -284,8 +284,8 @@ def test_histograms_cost_no_less_than_their_moved_counts_and_hardly_more(
 ) -> None:
     for delta in (1e-6, 1e-5, 1e-3):
         exact = moved_pair_epsilon(epsilons, delta)
-        found = total_epsilon([DiscreteLaplaceMechanism(epsilon=each) for each in epsilons], delta)
-        assert exact * (1 - 1e-12) <= found <= exact * 1.001 + 2e-3
+        total = total_epsilon([DiscreteLaplaceMechanism(epsilon=each) for each in epsilons], delta)
+        assert exact * (1 - 1e-12) <= total <= exact * 1.001 + 2e-3
 
 
 def test_histograms_cost_less_than_as_if_one_cell_moved_by_two() -> None:
@@ -297,7 +297,7 @@ def test_histograms_cost_less_than_as_if_one_cell_moved_by_two() -> None:
     by_two = one.self_compose(len(epsilons)).get_epsilon_for_delta(delta)
     saved = (
         1
-        - total_epsilon([DiscreteLaplaceMechanism(epsilon=each) for each in epsilons], delta)
+        - total_epsilon([DiscreteLaplaceMechanism(epsilon=epsilon) for epsilon in epsilons], delta)
         / by_two
     )
     assert 0.01 < saved < 0.2

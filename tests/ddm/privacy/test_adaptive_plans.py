@@ -68,9 +68,9 @@ def exact_curve(outcomes: Outcomes) -> Curve:
             if (
                 q_over > 0
                 and p_over > delta
-                and (found := math.log((p_over - delta) / q_over)) <= high
+                and (epsilon := math.log((p_over - delta) / q_over)) <= high
             ):
-                return found
+                return epsilon
             low = high
         return math.inf
 

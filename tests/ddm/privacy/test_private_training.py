@@ -56,24 +56,24 @@ def test_epsilon_of_private_training_is_that_of_the_replaced_unit_by_brute_force
     noise: float, rate: float, steps: int
 ) -> None:
     delta = 1e-5
-    found = total_epsilon([DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=steps)], delta)
-    assert brute_delta(noise, rate, steps, found) == pytest.approx(delta, rel=0.03)
-    assert brute_delta(noise, rate, steps, found, replaced=False) < 0.9 * delta, (
+    epsilon = total_epsilon([DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=steps)], delta)
+    assert brute_delta(noise, rate, steps, epsilon) == pytest.approx(delta, rel=0.03)
+    assert brute_delta(noise, rate, steps, epsilon, replaced=False) < 0.9 * delta, (
         "control: add-or-remove is another bound"
     )
 
 
 def test_known_case_costs_what_replace_one_costs_and_not_half_of_it() -> None:
     """A published trap: for these numbers accountants of add-or-remove say 1.83."""
-    found = total_epsilon([DpSgdMechanism(noise_multiplier=1.0, rate=0.01, steps=1000)], 1e-5)
-    assert found == pytest.approx(2.843, abs=0.005)
+    epsilon = total_epsilon([DpSgdMechanism(noise_multiplier=1.0, rate=0.01, steps=1000)], 1e-5)
+    assert epsilon == pytest.approx(2.843, abs=0.005)
 
 
 def test_training_on_all_units_is_a_gaussian_mechanism_of_twice_the_norm() -> None:
     noise = 20.0
     steps = 30
-    found = total_epsilon([DpSgdMechanism(noise_multiplier=noise, rate=1.0, steps=steps)], 1e-6)
-    assert gaussian_delta(2 * math.sqrt(steps) / noise, found) == pytest.approx(1e-6, rel=0.01)
+    epsilon = total_epsilon([DpSgdMechanism(noise_multiplier=noise, rate=1.0, steps=steps)], 1e-6)
+    assert gaussian_delta(2 * math.sqrt(steps) / noise, epsilon) == pytest.approx(1e-6, rel=0.01)
 
 
 def test_least_noise_meets_the_epsilon_and_a_little_less_does_not() -> None:
@@ -81,8 +81,10 @@ def test_least_noise_meets_the_epsilon_and_a_little_less_does_not() -> None:
         with case(epsilon):
             noise = noise_multiplier_for(epsilon, 1e-5, rate, steps)
             spent = [
-                total_epsilon([DpSgdMechanism(noise_multiplier=each, rate=rate, steps=steps)], 1e-5)
-                for each in (noise, noise - 4 / 1024)
+                total_epsilon(
+                    [DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=steps)], 1e-5
+                )
+                for multiplier in (noise, noise - 4 / 1024)
             ]
             assert spent[0] <= epsilon < spent[1]
 
@@ -96,7 +98,7 @@ def test_expert_and_statistics_cost_less_together_than_their_sum_and_more_than_e
     expert = DpSgdMechanism(noise_multiplier=2.0, rate=0.05, steps=200)
     counts = DiscreteLaplaceMechanism(epsilon=1.0)
     moments = GaussianMechanism(mu=0.2)
-    parts = [total_epsilon([each], 1e-5) for each in (expert, counts, moments)]
+    parts = [total_epsilon([mechanism], 1e-5) for mechanism in (expert, counts, moments)]
     together = total_epsilon([expert, counts, moments], 1e-5)
     assert max(parts) < together < sum(parts)
 
@@ -126,8 +128,8 @@ def test_stream_depends_on_secret_purpose_step_and_unit_alone() -> None:
         (one, "noise", 4, 0),
     ]
     kinds.append((one, "noise", 3, 1))
-    found = {SecretStream(*each).octets(64) for each in kinds}  # type: ignore[arg-type]
-    assert len(found) == len(kinds)
+    streams = {SecretStream(*kind).octets(64) for kind in kinds}  # type: ignore[arg-type]
+    assert len(streams) == len(kinds)
     assert secret_generator(one, 1, 2).random() != secret_generator(other, 1, 2).random()
     assert one.hex() not in name_of_secret(one)
 

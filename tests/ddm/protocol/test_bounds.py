@@ -66,9 +66,9 @@ def _of_type(kind: Any, limits: list[Any], where: str, seen: set[type[BaseModel]
 
 
 def _flat(metadata: Sequence[Any]) -> Iterator[Any]:
-    for each in metadata:
-        yield from each.metadata if hasattr(each, "metadata") else (each,)
-        yield each
+    for annotation in metadata:
+        yield from annotation.metadata if hasattr(annotation, "metadata") else (annotation,)
+        yield annotation
 
 
 def _has(limits: list[Any], *names: str) -> bool:

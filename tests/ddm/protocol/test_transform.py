@@ -105,7 +105,9 @@ def test_an_expert_goes_on_only_under_the_same_transform() -> None:
         (with_table, None),
         (with_table, {"fit": {"kind": "crop"}}),
     ):
-        old, new = (parsed(**({"transform": each} if each else {})) for each in (before, now))
+        old, new = (
+            parsed(**({"transform": transform} if transform else {})) for transform in (before, now)
+        )
         with case(before=before, now=now):
             assert any(
                 name.startswith("transform") for name, _, _ in differences(old, new, "north")

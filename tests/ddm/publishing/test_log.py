@@ -105,8 +105,8 @@ def test_every_command_that_changes_keys_or_signs_appends(
         line.replace("withdrawn east", "withdrawn digits-00000001") for line in said(federation)
     ] == expected
     assert sign(federation).signed == TransparencyLog.load(federation).signed
-    found = read_public_log(public_folder(federation), keyed.root, tmp_path / "state")
-    assert len(found.entries) == len(expected)
+    public_log = read_public_log(public_folder(federation), keyed.root, tmp_path / "state")
+    assert len(public_log.entries) == len(expected)
 
 
 def test_log_of_a_rotated_key_goes_on_under_the_same_name(
@@ -122,8 +122,8 @@ def test_log_of_a_rotated_key_goes_on_under_the_same_name(
     open_checkpoint(after.encode(), [new], "checkpoint")
     with pytest.raises(SignatureError):
         open_checkpoint(after.encode(), [old], "checkpoint")
-    found = read_public_log(public_folder(keyed.federation), keyed.root, tmp_path / "state")
-    found.compare(before.encode(), "a checkpoint of before")
+    public_log = read_public_log(public_folder(keyed.federation), keyed.root, tmp_path / "state")
+    public_log.compare(before.encode(), "a checkpoint of before")
 
 
 def test_repeating_the_last_word_adds_nothing_and_a_return_to_an_earlier_one_does(
@@ -171,11 +171,11 @@ def check_whole(federation: Federation, sizes: dict[int, bytes]) -> None:
     """The log is readable, and no checkpoint of a size has another root than one that was there before."""
     journal = TransparencyLog.load(federation)
     assert journal.signed is not None
-    found = [journal.signed]
+    checkpoints = [journal.signed]
     public = public_folder(federation) / "checkpoint"
     if public.exists():
-        found.append(open_checkpoint(public.read_bytes(), log_keys(federation), "public"))
-    for signed in found:
+        checkpoints.append(open_checkpoint(public.read_bytes(), log_keys(federation), "public"))
+    for signed in checkpoints:
         assert sizes.setdefault(signed.size, signed.root) == signed.root
         assert signed.root == root_hash(
             [leaf_hash(entry) for entry in journal.entries[: signed.size]]

@@ -117,7 +117,7 @@ def page_input(published: PublishedRelease) -> PageInput:
 
 
 @pytest.fixture(scope="module")
-def given(published_once: PublishedRelease) -> PageInput:
+def inputs(published_once: PublishedRelease) -> PageInput:
     return page_input(published_once)
 
 
@@ -128,9 +128,9 @@ def drawn(published_once: PublishedRelease) -> Mapping[str, str]:
     return {name: (targets / name).read_text("utf-8") for name in PAGE_NAMES}
 
 
-def undrawn(given: PageInput) -> Mapping[str, str]:
+def undrawn(inputs: PageInput) -> Mapping[str, str]:
     """Both pages, of experts too large to draw from."""
-    return render_pages(given.contents, given.manifest, given.root_digest, None)
+    return render_pages(inputs.contents, inputs.manifest, inputs.root_digest, None)
 
 
 def front_matter(card: str) -> dict[str, object]:
@@ -140,16 +140,16 @@ def front_matter(card: str) -> dict[str, object]:
 
 
 def test_card_and_report_say_of_every_silo_what_the_manifest_says(
-    given: PageInput, drawn: Mapping[str, str]
+    inputs: PageInput, drawn: Mapping[str, str]
 ) -> None:
     cards = PageReader(drawn[REPORT_NAME]).cards
     listed = front_matter(drawn[CARD_NAME])["silos"]
-    assert isinstance(listed, list) and len(listed) == len(cards) == len(given.manifest.silos) == 2
-    for silo, entry in zip(given.manifest.silos, listed, strict=True):
-        submission = given.submissions[silo.silo_id]
+    assert isinstance(listed, list) and len(listed) == len(cards) == len(inputs.manifest.silos) == 2
+    for silo, entry in zip(inputs.manifest.silos, listed, strict=True):
+        submission = inputs.submissions[silo.silo_id]
         card = cards[silo.silo_id]
         prior = sum(
-            expert.prior for expert in given.manifest.experts if expert.silo_id == silo.silo_id
+            expert.prior for expert in inputs.manifest.experts if expert.silo_id == silo.silo_id
         )
         assert entry == {
             "id": silo.silo_id,
@@ -173,40 +173,40 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(
 
 
 def test_report_gives_steps_releases_comparisons_and_provenance(
-    given: PageInput, drawn: Mapping[str, str]
+    inputs: PageInput, drawn: Mapping[str, str]
 ) -> None:
     text = PageReader(drawn[REPORT_NAME]).text
     expected = [
-        given.contents.plan.plan_id,
-        given.contents.plan_digest,
-        given.root_digest,
-        given.manifest.router.file.digest,
+        inputs.contents.plan.plan_id,
+        inputs.contents.plan_digest,
+        inputs.root_digest,
+        inputs.manifest.router.file.digest,
     ]
-    expected += [silo.submission.digest for silo in given.manifest.silos]
-    for submission in given.submissions.values():
+    expected += [silo.submission.digest for silo in inputs.manifest.silos]
+    for submission in inputs.submissions.values():
         expected += [str(expert.steps) for expert in submission.experts]
         expected += [
             f"epsilon {statistic.epsilon:g}, delta {statistic.delta:g}"
             for statistic in submission.statistics
         ]
-    assert given.contents.router.bands and given.contents.router.calibration
-    expected += [f"{band.difference:+.5f}" for band in given.contents.router.bands]
-    expected += [f"{band.after[0]:.3f}" for band in given.contents.router.calibration]
-    assert all(band.bins for band in given.contents.router.calibration)
+    assert inputs.contents.router.bands and inputs.contents.router.calibration
+    expected += [f"{band.difference:+.5f}" for band in inputs.contents.router.bands]
+    expected += [f"{band.after[0]:.3f}" for band in inputs.contents.router.calibration]
+    assert all(band.bins for band in inputs.contents.router.calibration)
     expected += [
-        f"at a probability of {each.confidence:.2f}"
-        for band in given.contents.router.calibration
-        for each in band.bins
+        f"at a probability of {bin.confidence:.2f}"
+        for band in inputs.contents.router.calibration
+        for bin in band.bins
     ]
     assert [what for what in expected if what not in text] == []
 
 
-def test_silos_that_are_not_in_are_named_with_the_reason(given: PageInput) -> None:
+def test_silos_that_are_not_in_are_named_with_the_reason(inputs: PageInput) -> None:
     changed = {"missing_silos": ("south",), "withdrawn_silos": ("west",)}
-    partial = undrawn(replace(given, manifest=given.manifest.model_copy(update=changed)))
+    partial = undrawn(replace(inputs, manifest=inputs.manifest.model_copy(update=changed)))
     for page in (partial[CARD_NAME], PageReader(partial[REPORT_NAME]).text):
         assert re.search(r"south is missing", page) and re.search(r"west is withdrawn", page)
-    whole = undrawn(given)
+    whole = undrawn(inputs)
     assert (
         "Partial capacity" in partial[REPORT_NAME] and "Partial capacity" not in whole[REPORT_NAME]
     )
@@ -214,17 +214,17 @@ def test_silos_that_are_not_in_are_named_with_the_reason(given: PageInput) -> No
 
 
 def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_with_the_reason(
-    given: PageInput,
+    inputs: PageInput,
 ) -> None:
     """In the manifest, the report and the card; the control is the release that nothing was flagged of."""
-    document = json.loads(given.manifest.encode())
+    document = json.loads(inputs.manifest.encode())
     document["silos"][1]["admitted"] = True
     document["experts"][1]["flags"] = ["copy", "stands_apart"]
     admitted = Manifest.parse(json.dumps(document).encode(), subject="manifest")
     expert = admitted.experts[1].expert_id
     silo_id = admitted.silos[1].silo_id
-    pages = undrawn(replace(given, manifest=admitted))
-    whole = undrawn(given)
+    pages = undrawn(replace(inputs, manifest=admitted))
+    whole = undrawn(inputs)
     words = "copies another silo's expert; a much higher loss than the other experts"
     assert f"{expert}: {words}" in PageReader(pages[REPORT_NAME]).cards[silo_id]["screening"]
     assert f"flagged the submission of {silo_id}" in PageReader(pages[REPORT_NAME]).text
@@ -233,45 +233,45 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
     assert not [page for page in whole.values() if "lagged" in page]
 
 
-def test_card_says_what_became_of_each_picture_where_the_plan_says_it(given: PageInput) -> None:
-    asked = TransformSpec(channels="grey", padding=0.0)
-    card = undrawn(given.with_plan(transform=asked))[CARD_NAME]
-    assert f"- Each picture, at every silo: {'; '.join(asked.words)}" in card.splitlines()
-    assert "Each picture" not in undrawn(given)[CARD_NAME]
+def test_card_says_what_became_of_each_picture_where_the_plan_says_it(inputs: PageInput) -> None:
+    transform = TransformSpec(channels="grey", padding=0.0)
+    card = undrawn(inputs.with_plan(transform=transform))[CARD_NAME]
+    assert f"- Each picture, at every silo: {'; '.join(transform.words)}" in card.splitlines()
+    assert "Each picture" not in undrawn(inputs)[CARD_NAME]
 
 
-def with_classes(given: PageInput, num: int, names: tuple[str, ...] = ()) -> PageInput:
-    asked = ClassCondition(num_classes=num, names=names)
-    return given.with_plan(condition=asked)
+def with_classes(inputs: PageInput, num: int, names: tuple[str, ...] = ()) -> PageInput:
+    condition = ClassCondition(num_classes=num, names=names)
+    return inputs.with_plan(condition=condition)
 
 
-def test_pages_name_the_classes_that_samples_can_be_asked_for(given: PageInput) -> None:
+def test_pages_name_the_classes_that_samples_can_be_asked_for(inputs: PageInput) -> None:
     names = tuple(f"finding {number}" for number in range(MAX_NAMED_CLASSES + 3))
     for num, known, words in (
         (2, ("normal", "pneumonia"), ", or by name: normal, pneumonia"),
         (3, (), ": 0 to 2"),
         (len(names), names, f", {names[MAX_NAMED_CLASSES - 1]} and 3 more"),
     ):
-        asked = undrawn(with_classes(given, num, known))
-        report = PageReader(asked[REPORT_NAME]).text
-        card = asked[CARD_NAME]
+        pages = undrawn(with_classes(inputs, num, known))
+        report = PageReader(pages[REPORT_NAME]).text
+        card = pages[CARD_NAME]
         for begin, end, page in (("", ".", report), ("- ", "\n", card)):
             line = page.split(f"{begin}{num} classes, asked for with", 1)[1].split(end)[0]
             assert line.endswith(words), line
-    assert not [page for page in undrawn(given).values() if "--class" in page]
+    assert not [page for page in undrawn(inputs).values() if "--class" in page]
 
 
 def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_the_reason(
-    given: PageInput,
+    inputs: PageInput,
 ) -> None:
     """The reason is the operator's free text: markup in it stays text."""
     reason = "<script>alert(1)</script> | **129** by their own count"
-    document = json.loads(given.manifest.encode())
+    document = json.loads(inputs.manifest.encode())
     document["silos"][1] |= {"units": 30, "units_reason": reason}
     lowered = Manifest.parse(json.dumps(document).encode(), subject="manifest")
-    pages = undrawn(replace(given, manifest=lowered))
+    pages = undrawn(replace(inputs, manifest=lowered))
     silo_id = lowered.silos[1].silo_id
-    stated = given.submissions[silo_id].num_units
+    stated = inputs.submissions[silo_id].num_units
     assert (
         f"{stated} stated, counted as 30: {reason}"
         in PageReader(pages[REPORT_NAME]).cards[silo_id]["images"]
@@ -279,11 +279,11 @@ def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_
     assert active_content(pages[REPORT_NAME]) == []
     assert f"{silo_id} counts as 30 of the {stated} images that it states" in pages[CARD_NAME]
     assert "<script>" not in pages[CARD_NAME]
-    assert "stated, counted as" not in PageReader(undrawn(given)[REPORT_NAME]).text
+    assert "stated, counted as" not in PageReader(undrawn(inputs)[REPORT_NAME]).text
 
 
-def test_manifest_with_a_flag_but_no_admission_is_refused(given: PageInput) -> None:
-    document = json.loads(given.manifest.encode())
+def test_manifest_with_a_flag_but_no_admission_is_refused(inputs: PageInput) -> None:
+    document = json.loads(inputs.manifest.encode())
     Manifest.parse(json.dumps(document).encode(), subject="manifest")
     for flags in (["copy"], ["made up"]):
         document["experts"][1]["flags"] = flags
@@ -297,10 +297,10 @@ def test_pages_load_nothing_run_nothing_and_lead_nowhere(drawn: Mapping[str, str
     assert active_content('<a href="https://a.example">x</a>') != []
 
 
-def hostile(given: PageInput) -> PageInput:
+def hostile(inputs: PageInput) -> PageInput:
     """The same release, had everybody who may write free text meant harm."""
     members = []
-    for member in given.contents.members:
+    for member in inputs.contents.members:
         assert isinstance(member.document, Submission)
         waiver = member.document.audit.waiver
         assert waiver
@@ -308,28 +308,28 @@ def hostile(given: PageInput) -> PageInput:
         audit = member.document.audit.model_copy(update={"waiver": said_by})
         said = {"audit": audit, "software": {HOSTILE: HOSTILE}}
         members.append(replace(member, document=member.document.model_copy(update=said)))
-    router = given.contents.router.model_copy(update={"reason": HOSTILE})
-    changed = with_classes(given, 2, ("normal", NAME)).with_contents(
+    router = inputs.contents.router.model_copy(update={"reason": HOSTILE})
+    changed = with_classes(inputs, 2, ("normal", NAME)).with_contents(
         members=tuple(members), router=router
     )
-    manifest = given.manifest.model_copy(update={"cite": HOSTILE, "licence": HOSTILE})
+    manifest = inputs.manifest.model_copy(update={"cite": HOSTILE, "licence": HOSTILE})
     return replace(changed, manifest=manifest)
 
 
-def test_markup_in_free_text_is_text_in_the_report(given: PageInput) -> None:
-    page = undrawn(hostile(given))[REPORT_NAME]
+def test_markup_in_free_text_is_text_in_the_report(inputs: PageInput) -> None:
+    page = undrawn(hostile(inputs))[REPORT_NAME]
     assert active_content(page) == []
-    assert PageReader(page).text.count(HOSTILE) == 4 + 4 * len(given.contents.members)
-    honest = undrawn(with_classes(given, 2, ("normal", "pneumonia")))
+    assert PageReader(page).text.count(HOSTILE) == 4 + 4 * len(inputs.contents.members)
+    honest = undrawn(with_classes(inputs, 2, ("normal", "pneumonia")))
     assert (
         NAME in PageReader(page).text
         and PageReader(page).tags == PageReader(honest[REPORT_NAME]).tags
     )
 
 
-def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
-    card = undrawn(hostile(given))[CARD_NAME]
-    honest = undrawn(with_classes(given, 2, ("normal", "pneumonia")))[CARD_NAME]
+def test_markup_in_free_text_is_text_in_the_card(inputs: PageInput) -> None:
+    card = undrawn(hostile(inputs))[CARD_NAME]
+    honest = undrawn(with_classes(inputs, 2, ("normal", "pneumonia")))[CARD_NAME]
     # A reader that lets everything through: HTML, tables, and links made of bare addresses.
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
 
@@ -347,46 +347,46 @@ def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
     assert " ".join(HOSTILE.split()) in " ".join(shown.split()) and NAME in shown
     matter = front_matter(card)
     assert (matter["license"], matter["license_name"]) == ("other", HOSTILE)
-    assert matter["root_fingerprint"] == given.root_digest
+    assert matter["root_fingerprint"] == inputs.root_digest
 
 
 def test_commands_of_the_card_verify_the_release(
     published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = page_input(published)
-    card = undrawn(given)[CARD_NAME]
+    inputs = page_input(published)
+    card = undrawn(inputs)[CARD_NAME]
     shutil.copytree(published.release, tmp_path / "release")
     shutil.copyfile(published.root, tmp_path / "1.root.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (command,) = re.findall(r"\$ ddm (verify (?:\\\n|.)*)\n", card)
-    done = CliRunner().invoke(ddm, shlex.split(command.replace("\\\n", " ")))
-    assert done.exit_code == 0, done.output
-    assert done.output.count("by the key you pinned") == len(given.manifest.silos)
-    wrong = command.replace(given.manifest.silos[0].key_fingerprint, "0" * 64)
+    result = CliRunner().invoke(ddm, shlex.split(command.replace("\\\n", " ")))
+    assert result.exit_code == 0, result.output
+    assert result.output.count("by the key you pinned") == len(inputs.manifest.silos)
+    wrong = command.replace(inputs.manifest.silos[0].key_fingerprint, "0" * 64)
     assert CliRunner().invoke(ddm, shlex.split(wrong.replace("\\\n", " "))).exit_code != 0
 
 
 def test_same_release_gives_the_same_pages(
-    given: PageInput, drawn: Mapping[str, str], tmp_path: Path
+    inputs: PageInput, drawn: Mapping[str, str], tmp_path: Path
 ) -> None:
-    told: list[tuple[int, int]] = []
-    shutil.copytree(given.targets, tmp_path / given.targets.name)
+    reports: list[tuple[int, int]] = []
+    shutil.copytree(inputs.targets, tmp_path / inputs.targets.name)
     write_pages(
-        given.contents,
-        given.manifest,
-        tmp_path / given.targets.name,
-        root_digest=given.root_digest,
-        on_progress=lambda done, total: told.append((done, total)),
+        inputs.contents,
+        inputs.manifest,
+        tmp_path / inputs.targets.name,
+        root_digest=inputs.root_digest,
+        on_progress=lambda num_done, total: reports.append((num_done, total)),
     )
     assert {
-        name: (tmp_path / given.targets.name / name).read_text("utf-8") for name in PAGE_NAMES
+        name: (tmp_path / inputs.targets.name / name).read_text("utf-8") for name in PAGE_NAMES
     } == drawn
-    assert [done for done, _ in told] == list(range(1, told[0][1] + 1))
+    assert [num_done for num_done, _ in reports] == list(range(1, reports[0][1] + 1))
 
 
 def test_images_of_the_report_are_those_that_its_command_draws(
-    given: PageInput, drawn: Mapping[str, str]
+    inputs: PageInput, drawn: Mapping[str, str]
 ) -> None:
     sources = [
         value
@@ -396,7 +396,7 @@ def test_images_of_the_report_are_those_that_its_command_draws(
     (num, steps, seed), *_ = re.findall(
         r"--num (\d+) --steps (\d+) --seed (\d+)", drawn[REPORT_NAME]
     )
-    samples = given.ensemble.sample(int(num), strategy="lock", steps=int(steps), seed=int(seed))
+    samples = inputs.ensemble.sample(int(num), strategy="lock", steps=int(steps), seed=int(seed))
     shown = [
         np.asarray(Image.open(BytesIO(base64.b64decode(source.split(",")[1]))))
         for source in sources[: int(num)]
@@ -439,18 +439,19 @@ def three() -> Ensemble:
 
 def test_a_silo_alone_is_drawn_from_all_of_its_experts_and_no_others() -> None:
     effort = drawing.DrawingEffort(own=32, mixed=8, strategies=("lock",), steps=4)
-    found = drawing.draw(three(), (0, 0, 1), effort)
+    drawings = drawing.draw(three(), (0, 0, 1), effort)
     levels = [
-        set((one.images.mean((1, 2, 3)) * 2).round().int().tolist()) for one in found.own.values()
+        set((one.images.mean((1, 2, 3)) * 2).round().int().tolist())
+        for one in drawings.own.values()
     ]
     assert levels == [{-1, 0}, {1}]
-    assert [set(one.silo_N) for one in found.own.values()] == [{0}, {1}]
+    assert [set(one.silo_N) for one in drawings.own.values()] == [{0}, {1}]
 
 
 def test_router_along_t_ends_at_the_prior_and_begins_with_the_right_silo() -> None:
     effort = drawing.DrawingEffort(own=16, mixed=8, strategies=("lock",), steps=4)
-    found = drawing.draw(three(), (0, 0, 1), effort)
-    for silo, rows in found.posterior.items():
+    drawings = drawing.draw(three(), (0, 0, 1), effort)
+    for silo, rows in drawings.posterior.items():
         assert rows[-1] == pytest.approx((0.5, 0.5))
         assert rows[0][silo] > 0.95
         assert all(sum(row) == pytest.approx(1) for row in rows)
@@ -470,9 +471,9 @@ def test_what_is_drawn_is_bounded_by_what_it_costs() -> None:
                 )
 
 
-def test_report_of_experts_too_large_to_draw_from_says_so(given: PageInput) -> None:
-    assert "too large to draw from" in undrawn(given)[REPORT_NAME]
-    assert "<img" not in undrawn(given)[REPORT_NAME]
+def test_report_of_experts_too_large_to_draw_from_says_so(inputs: PageInput) -> None:
+    assert "too large to draw from" in undrawn(inputs)[REPORT_NAME]
+    assert "<img" not in undrawn(inputs)[REPORT_NAME]
 
 
 @pytest.mark.parametrize(("count", "num"), [(0, 128), (1, 7), (64, 128), (128, 128)])

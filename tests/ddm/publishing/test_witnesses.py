@@ -83,8 +83,11 @@ def test_witnesses_cosign_a_log_each_time_it_grew_and_readers_demand_them(
 ) -> None:
     with run_witness("witness.example/w2", [log_key(keyed)]) as second:
         name(keyed.federation, witness, second)
-        done = log(keyed)
-        assert (done.code, "Cosigned by witness.example/w1, witness.example/w2." in done.out) == (
+        result = log(keyed)
+        assert (
+            result.code,
+            "Cosigned by witness.example/w1, witness.example/w2." in result.out,
+        ) == (
             0,
             True,
         )
@@ -124,8 +127,8 @@ def test_witness_that_saw_a_second_history_says_so(
     rotate_key(keyed.federation, "online", PASSPHRASE)
     assert log(keyed).code == 0
     name(before.federation, witness)
-    done = log(before)
-    assert (done.code, "restore the newest one" in done.err) == (SplitViewError.exit_code, True)
+    result = log(before)
+    assert (result.code, "restore the newest one" in result.err) == (SplitViewError.exit_code, True)
     rotate_key(before.federation, "online", PASSPHRASE)
     assert log(before).code == SplitViewError.exit_code, "as many entries, and others"
     rotate_key(before.federation, "release", PASSPHRASE)
@@ -155,9 +158,9 @@ def test_witness_that_answers_otherwise_adds_nothing(
     words: str,
 ) -> None:
     witness.says = says
-    done = log(keyed)
-    assert words in done.err and len(note_lines(keyed)) == 1
-    assert done.code == getattr(error, "exit_code", 21)
+    result = log(keyed)
+    assert words in result.err and len(note_lines(keyed)) == 1
+    assert result.code == getattr(error, "exit_code", 21)
 
 
 def test_cosignature_of_another_key_is_not_added(keyed: KeyedFederation, witness: Witness) -> None:
@@ -174,8 +177,8 @@ def test_absent_witness_is_named_and_the_log_is_signed_all_the_same(keyed: Keyed
     with run_witness("witness.example/gone", [log_key(keyed)]) as server:
         name(keyed.federation, server)
     rotate_key(keyed.federation, "online", PASSPHRASE)
-    done = log(keyed)
-    assert (done.code, "witness.example/gone" in done.err) == (TransportError.exit_code, True)
+    result = log(keyed)
+    assert (result.code, "witness.example/gone" in result.err) == (TransportError.exit_code, True)
     assert read(keyed).code == 0
 
 
@@ -186,8 +189,8 @@ def test_wrong_key_of_a_witness_stops_before_anything_is_signed(
     log_as_witness = WitnessSettings(url=witness.url, key=log_key(keyed))
     settings = load_settings(FederationSettings, path)
     save_settings(settings.model_copy(update={"witnesses": (log_as_witness,)}), path, "edited")
-    done = log(keyed)
-    assert (done.code, "a witness's key" in done.err, witness.said) == (
+    result = log(keyed)
+    assert (result.code, "a witness's key" in result.err, witness.said) == (
         SetupError.exit_code,
         True,
         [],
@@ -196,7 +199,7 @@ def test_wrong_key_of_a_witness_stops_before_anything_is_signed(
 
 def test_key_named_twice_is_one_witness() -> None:
     key = SigningKey.generate().public
-    names = tuple(VerifierKey(each, key, COSIGNATURE) for each in ("a.example", "b.example"))
+    names = tuple(VerifierKey(name, key, COSIGNATURE) for name in ("a.example", "b.example"))
     assert Witnesses(names).num_required == 1
     with pytest.raises(MathError, check=has_subject("quorum")):
         Witnesses(names, 2)

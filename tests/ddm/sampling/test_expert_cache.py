@@ -140,14 +140,14 @@ def test_release_is_refused_a_budget_that_holds_no_expert(published: PublishedRe
 def test_expert_that_learned_eps_on_the_cosine_path_answers_on_the_ensembles() -> None:
     x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     t_B = torch.linspace(0.02, 0.95, 50, dtype=torch.float64)
-    told: list[Tensor] = []
+    times: list[Tensor] = []
 
     def expert(x_B: Tensor, t_B: Tensor, *told_B: Tensor) -> Tensor:
-        told.extend(told_B)
+        times.extend(told_B)
         return four_silos(CosinePath()).eps_expert(1)(x_B, t_B)
 
     truth = four_silos().expert(1)(x, t_B)
     learned = ExpertObjective(path="cosine_vp", prediction="eps")
     assert (on_path(expert, learned, LinearPath())(x, t_B, t_B) - truth).abs().max() < 1e-10
-    assert torch.equal(told[0], t_B)
+    assert torch.equal(times[0], t_B)
     assert (on_path(expert, ExpertObjective(), LinearPath())(x, t_B) - truth).abs().max() > 0.1

@@ -106,14 +106,14 @@ def test_guided_mixture_is_the_guided_velocity_of_the_pooled_data() -> None:
     for label, guidance in product([0, 1], [0.0, 0.5, 4.0]):
         with case(label=label, guidance=guidance):
             x, t_B = noised()
-            found = exact().velocity(x, t_B, condition=label, guidance=guidance)
-            assert (found - truth(label, guidance, x, t_B)).abs().max() < 1e-9 * (1 + guidance)
+            velocity = exact().velocity(x, t_B, condition=label, guidance=guidance)
+            assert (velocity - truth(label, guidance, x, t_B)).abs().max() < 1e-9 * (1 + guidance)
 
 
 def test_guided_mixture_is_wrong_with_one_set_of_weights_for_both_branches() -> None:
     """Each of the three parts of a branch's weights matters: prior, router and mask."""
     x, t_B = noised()
-    for given in (
+    for class_prior in (
         ClassPrior(prior_given(0), four_silos()),  # the router of no condition
         ClassPrior(
             [p if q else 0.0 for p, q in zip(four_silos().prior_K, prior_given(0), strict=True)],
@@ -121,7 +121,7 @@ def test_guided_mixture_is_wrong_with_one_set_of_weights_for_both_branches() -> 
         ),
         ClassPrior(prior_given(0), UninformedRouter(4)),
     ):
-        wrong = exact(class_prior=lambda label, given=given: given)
+        wrong = exact(class_prior=lambda label, class_prior=class_prior: class_prior)
         off = (
             (wrong.velocity(x, t_B, condition=0, guidance=1.0) - truth(0, 1.0, x, t_B)).abs().max()
         )
@@ -136,10 +136,10 @@ def test_prior_of_a_class_follows_another_prior_of_the_experts() -> None:
         [wanted[k] / own.prior_K[k] for k in own.silo_C.tolist()], dtype=torch.float64
     )
     other = replace(own, weight_C=weight_C)
-    found = exact().velocity(x, t_B, wanted, condition=1, guidance=2.0)
+    velocity = exact().velocity(x, t_B, wanted, condition=1, guidance=2.0)
     branch = other.velocity_under(torch.where(CLASS_C == 1, weight_C, 0.0))(x, t_B)
-    assert (found - (3 * branch - 2 * other.velocity(x, t_B))).abs().max() < 1e-9
-    assert (found - exact().velocity(x, t_B, condition=1, guidance=2.0)).abs().max() > 0.1
+    assert (velocity - (3 * branch - 2 * other.velocity(x, t_B))).abs().max() < 1e-9
+    assert (velocity - exact().velocity(x, t_B, condition=1, guidance=2.0)).abs().max() > 0.1
 
 
 def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it() -> None:
@@ -163,10 +163,10 @@ def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it(
                 .argmax(dim=-1)
             )
             assert (CLASS_C[component_N] == 0).double().mean() > 0.99
-            found = torch.bincount(silo_N, minlength=4).double() / num
+            share_K = torch.bincount(silo_N, minlength=4).double() / num
             error = (expected * (1 - expected) / num).sqrt()
-            assert ((found - expected).abs() <= 4 * error + 2e-3).all()
-            assert found[2] < 0.01
+            assert ((share_K - expected).abs() <= 4 * error + 2e-3).all()
+            assert share_K[2] < 0.01
 
 
 def test_sample_and_lock_are_approximations_under_guidance_alone() -> None:
@@ -192,11 +192,11 @@ def test_sample_and_lock_are_approximations_under_guidance_alone() -> None:
 
 
 def test_expert_is_visited_once_for_both_branches() -> None:
-    asked: list[int] = []
+    experts: list[int] = []
 
     def watched(k: int) -> Expert:
         def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
-            asked.append(k)
+            experts.append(k)
             return conditional_expert(four_silos(), k)(x_B, t_B, c_B)
 
         return expert
@@ -209,7 +209,7 @@ def test_expert_is_visited_once_for_both_branches() -> None:
         guidance=1,
         options=SamplingOptions(solver="euler"),
     )
-    assert asked == [0, 1, 2, 3] * 3
+    assert experts == [0, 1, 2, 3] * 3
 
 
 def test_silo_that_holds_no_image_of_a_class_declared_so_is_never_asked() -> None:
@@ -240,10 +240,10 @@ def test_expert_of_prior_0_makes_nothing_under_a_condition_whatever_it_holds(
 
 
 def test_text_is_told_with_zeros_as_no_text() -> None:
-    told: list[Tensor] = []
+    conditions: list[Tensor] = []
 
     def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
-        told.append(c_B)
+        conditions.append(c_B)
         return torch.zeros_like(x_B)
 
     spoken = Ensemble([expert], None, (1.0,), (2,), condition=TextCondition(dim=3, max_tokens=4))
@@ -255,7 +255,7 @@ def test_text_is_told_with_zeros_as_no_text() -> None:
         guidance=1.0,
         options=SamplingOptions(solver="euler", condition_prior=(1.0,)),
     )
-    assert torch.equal(told[0], torch.cat([text.expand(2, 4, 3), torch.zeros(2, 4, 3)]))
+    assert torch.equal(conditions[0], torch.cat([text.expand(2, 4, 3), torch.zeros(2, 4, 3)]))
     wrong: list[Any] = [
         0,
         "a text",
@@ -264,13 +264,13 @@ def test_text_is_told_with_zeros_as_no_text() -> None:
         torch.ones(4, 2),
         torch.ones(0, 3),
     ]
-    for asked in wrong:
+    for condition in wrong:
         with pytest.raises(ShapeError, check=has_subject("condition")):
-            spoken.sample(2, condition=asked, options=SamplingOptions(condition_prior=(1.0,)))
+            spoken.sample(2, condition=condition, options=SamplingOptions(condition_prior=(1.0,)))
 
 
-def refused(ensemble: Ensemble, about: str, **arguments: object) -> None:
-    with pytest.raises(MathError, match=about):
+def refused(ensemble: Ensemble, subject: str, **arguments: object) -> None:
+    with pytest.raises(MathError, match=subject):
         ensemble.sample(2, steps=1, **sampling_keywords(arguments))  # type: ignore[arg-type]
 
 
@@ -321,19 +321,19 @@ def test_each_sample_may_have_a_class_of_its_own() -> None:
                 )
     x, t_B = noised()
     mixed_B = torch.arange(300) % 2
-    found = exact().velocity(x, t_B, condition=mixed_B, guidance=1.5)
+    velocity = exact().velocity(x, t_B, condition=mixed_B, guidance=1.5)
     expected = torch.where((mixed_B == 0)[:, None], truth(0, 1.5, x, t_B), truth(1, 1.5, x, t_B))
-    assert (found - expected).abs().max() < 1e-8
+    assert (velocity - expected).abs().max() < 1e-8
     of_class = exact().posterior(x, t_B, mixed_B)
     assert torch.equal(of_class[0::2], exact().posterior(x[0::2], t_B[0::2], 0))
     assert torch.equal(of_class[1::2], exact().posterior(x[1::2], t_B[1::2], 1))
 
 
 def test_each_sample_may_have_a_text_of_its_own() -> None:
-    told: list[Tensor] = []
+    conditions: list[Tensor] = []
 
     def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
-        told.append(c_B)
+        conditions.append(c_B)
         # all data are the text's mean
         return (x_B - c_B.mean((1, 2))[:, None]) / t_B.clamp(min=1e-3)[:, None]
 
@@ -349,7 +349,7 @@ def test_each_sample_may_have_a_text_of_its_own() -> None:
     torch.testing.assert_close(
         drawn.images, torch.arange(5.0)[:, None].expand(5, 2), atol=1e-4, rtol=0
     )
-    assert sum(len(each) for each in told) == 15
+    assert sum(len(condition) for condition in conditions) == 15
     for wrong in (text_N[:, :, :2], text_N[:0], torch.ones(5, 5, 3)):
         with pytest.raises(ShapeError, check=has_subject("condition")):
             spoken.sample(condition=wrong, options=SamplingOptions(condition_prior=(1.0, 1.0)))
@@ -367,12 +367,13 @@ class Largest(TorchDispatchMode):
     values = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         made = (
-            isinstance(found, Tensor) and found.untyped_storage().nbytes() // found.element_size()
+            isinstance(result, Tensor)
+            and result.untyped_storage().nbytes() // result.element_size()
         )
         self.values = max(self.values, made)
-        return found
+        return result
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -404,23 +405,23 @@ def test_texts_of_a_mixture_are_laid_out_for_as_many_samples_as_an_expert_is_giv
 
 def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() -> None:
     x, t_B = noised()
-    found = exact().velocity(x, t_B, condition=1, guidance=2.0, guidance_interval=(0.3, 0.6))
+    velocity = exact().velocity(x, t_B, condition=1, guidance=2.0, guidance_interval=(0.3, 0.6))
     inside = ((t_B >= 0.3) & (t_B <= 0.6))[:, None]
     assert (
-        found - torch.where(inside, truth(1, 2.0, x, t_B), truth(1, 0.0, x, t_B))
+        velocity - torch.where(inside, truth(1, 2.0, x, t_B), truth(1, 0.0, x, t_B))
     ).abs().max() < 1e-8
-    asked: list[tuple[float, int]] = []
+    calls: list[tuple[float, int]] = []
 
     def watched(k: int) -> Expert:
         def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
-            asked.append((round(float(t_B[0]), 3), len(x_B)))
+            calls.append((round(float(t_B[0]), 3), len(x_B)))
             return conditional_expert(four_silos(), k)(x_B, t_B, c_B)
 
         return expert
 
     ensemble = exact(experts=[watched(k) for k in range(4)])
     for every in (1, 2):
-        asked.clear()
+        calls.clear()
         ensemble.sample(
             20,
             steps=5,
@@ -430,7 +431,7 @@ def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() 
                 solver="euler", guidance_interval=(0.4, 0.6), router_every=every
             ),
         )
-        rows = {t: sum(num for at, num in asked if at == t) for t in (1.0, 0.8, 0.6, 0.4, 0.2)}
+        rows = {t: sum(num for at, num in calls if at == t) for t in (1.0, 0.8, 0.6, 0.4, 0.2)}
         assert rows == {1.0: 20, 0.8: 20, 0.6: 40, 0.4: 40, 0.2: 20}
     for strategy in ("full", "top-k"):
         ensemble.sample(

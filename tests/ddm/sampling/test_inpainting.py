@@ -72,10 +72,10 @@ def test_unknown_part_follows_its_conditional_law_with_corrections_and_not_witho
     path: Path,
 ) -> None:
     mixture = two_silos(path)
-    found = inpainted(mixture, -1.5, strategy="full")
+    samples = inpainted(mixture, -1.5, strategy="full")
     assert share_above(mixture, -1.5) > 0.99
-    assert float((found > 0).double().mean()) > 0.92
-    above = found[found > 0]
+    assert float((samples > 0).double().mean()) > 0.92
+    above = samples[samples > 0]
     assert float(above.mean()) == pytest.approx(1.5, abs=0.12)
     assert float(above.std()) == pytest.approx(0.1**0.5, abs=0.1)
     assert float((inpainted(mixture, -1.5, corrections=0) > 0).double().mean()) < 0.85
@@ -129,32 +129,32 @@ def test_corrections_come_closer_than_the_resampling_of_repaint_with_as_many_eva
     ],
 )
 def test_every_strategy_fits_the_unknown_part_to_what_is_known(strategy: Strategy) -> None:
-    found = inpainted(two_silos(), -1.5, strategy=strategy, steps=12)
-    assert float((found > 0).double().mean()) > 0.85
+    samples = inpainted(two_silos(), -1.5, strategy=strategy, steps=12)
+    assert float((samples > 0).double().mean()) > 0.85
 
 
 def test_strategy_that_locks_in_noise_gives_every_silo_its_prior_share() -> None:
     """As documented: its expert was drawn before anything was known."""
-    found = inpainted(two_silos(), -1.5, strategy="lock", steps=8, corrections=2)
-    assert float((found > 0).double().mean()) == pytest.approx(0.5, abs=0.12)
+    samples = inpainted(two_silos(), -1.5, strategy="lock", steps=8, corrections=2)
+    assert float((samples > 0).double().mean()) == pytest.approx(0.5, abs=0.12)
 
 
 @pytest.mark.parametrize("solver", ["heun", "midpoint", "rk4", "dpm"])
 def test_every_solver_inpaints(solver: SolverName) -> None:
-    found = inpainted(two_silos(), 2.5, solver=solver, steps=12, corrections=6)
-    assert float((found < 0).double().mean()) > 0.8
+    samples = inpainted(two_silos(), 2.5, solver=solver, steps=12, corrections=6)
+    assert float((samples < 0).double().mean()) > 0.8
 
 
 def test_experts_and_router_are_asked_where_the_known_part_is_noised_to_their_time() -> None:
     """At every time the known axis has the mean ``alpha_t y`` and the deviation ``sigma_t``."""
     mixture = two_silos()
-    asked = list[tuple[float, Tensor]]()
+    calls = list[tuple[float, Tensor]]()
 
     class Watching:
         num_experts = 2
 
         def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-            asked.append((float(t_B[0]), x_B[:, 0].clone()))
+            calls.append((float(t_B[0]), x_B[:, 0].clone()))
             return mixture.log_likelihood(x_B, t_B)
 
     images = torch.tensor([[3.0, 0.0]]).expand(NUM, 2)
@@ -163,8 +163,8 @@ def test_experts_and_router_are_asked_where_the_known_part_is_noised_to_their_ti
     )
     times = [0.8, 0.6, 0.4, 0.2]
     # two corrections and a step
-    assert [t for t, _ in asked] == pytest.approx([t for t in times for _ in range(3)])
-    for t, x in asked:
+    assert [t for t, _ in calls] == pytest.approx([t for t in times for _ in range(3)])
+    for t, x in calls:
         assert float(x.mean()) == pytest.approx((1 - t) * 3.0, abs=6 * t / NUM**0.5)
         assert float(x.std()) == pytest.approx(t, rel=0.2)
 
@@ -188,7 +188,7 @@ def test_sample_i_is_inpainted_the_same_for_every_number_and_grouping() -> None:
 
 
 def test_progress_and_provenance_count_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 1)
     images = torch.tensor([[2.0, 0.0]]).expand(20, 2)
     drawn = of_mixture(four_silos(), chunk_size=8).inpaint(
@@ -196,9 +196,9 @@ def test_progress_and_provenance_count_corrections(monkeypatch: pytest.MonkeyPat
         LEFT,
         steps=4,
         corrections=3,
-        options=SamplingOptions(on_progress=lambda *now: told.append(now)),
+        options=SamplingOptions(on_progress=lambda *now: reports.append(now)),
     )
-    assert told[-1] == (20 * (4 + 3 * 3),) * 2 and told == sorted(told)
+    assert reports[-1] == (20 * (4 + 3 * 3),) * 2 and reports == sorted(reports)
     assert drawn.provenance is not None and len(drawn.provenance) == 20
     assert all(drawn.provenance[i][0].t == 1.0 for i in range(20))
     assert all(drawn.provenance[i][-1].experts == (int(drawn.expert_N[i]),) for i in range(20))
@@ -272,9 +272,9 @@ def test_mask_that_means_nothing_is_refused() -> None:
         (torch.full((3, 2), float("inf")), LEFT, NumericalError),
         (torch.zeros(3, 3), LEFT, ShapeError),
     ]
-    for given, known, kind in wrong:
-        with case(given=given.shape, known=known), pytest.raises(kind):
-            ensemble.inpaint(given, known, steps=2)
+    for wrong_images, known, kind in wrong:
+        with case(shape=wrong_images.shape, known=known), pytest.raises(kind):
+            ensemble.inpaint(wrong_images, known, steps=2)
     with pytest.raises(MathError, check=has_subject("corrections")):
         ensemble.inpaint(images, LEFT, corrections=-1)
     with pytest.raises(MathError, check=has_subject("strategy Sample")):

@@ -28,7 +28,7 @@ def ensemble(architecture: object = DIT, condition: object = CLASS) -> Ensemble:
 
 
 def test_network_computes_in_float64_what_its_copy_in_float64_does() -> None:
-    for architecture, condition, asked in (
+    for architecture, condition, label in (
         (DIT, CLASS, 1),
         (UNET, CLASS, 0),
         (MMDIT, TEXT, torch.ones(2, 6)),
@@ -39,15 +39,15 @@ def test_network_computes_in_float64_what_its_copy_in_float64_does() -> None:
                 3, *SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64
             )
             t = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
-            told = {"condition": asked, "condition_prior": [0.5, 0.5]}
-            wide = made.velocity(x, t, **told)  # type: ignore[arg-type]
+            options = {"condition": label, "condition_prior": [0.5, 0.5]}
+            wide = made.velocity(x, t, **options)  # type: ignore[arg-type]
             copies = [copy.deepcopy(net).double() for net in made.experts]  # type: ignore[attr-defined]
             expected = Ensemble(copies, UninformedRouter(2), [1.0, 2.0], SHAPE, condition=condition)  # type: ignore[arg-type]
             assert wide.dtype is torch.float64
             torch.testing.assert_close(
-                wide, expected.velocity(x, t, **told), atol=1e-12, rtol=1e-12
+                wide, expected.velocity(x, t, **options), atol=1e-12, rtol=1e-12
             )  # type: ignore[arg-type]
-            narrow = made.velocity(x.float(), t.float(), **told)  # type: ignore[arg-type]
+            narrow = made.velocity(x.float(), t.float(), **options)  # type: ignore[arg-type]
             torch.testing.assert_close(narrow.double(), wide, atol=1e-4, rtol=1e-4)
             assert not torch.equal(narrow.double(), wide)
 
@@ -65,7 +65,9 @@ def test_samples_are_drawn_in_the_arithmetic_that_is_asked_for() -> None:
         dtype: made.sample(4, **sampling_keywords(how | {"dtype": dtype}))
         for dtype in (None, torch.bfloat16, torch.float64)
     }  # type: ignore[arg-type]
-    assert {each.images.dtype for each in (drawn[None], drawn[torch.bfloat16])} == {torch.float32}
+    assert {samples.images.dtype for samples in (drawn[None], drawn[torch.bfloat16])} == {
+        torch.float32
+    }
     assert drawn[torch.float64].images.dtype is torch.float64
     exact = drawn[torch.float64].images
     spread = float(exact.std())
@@ -110,9 +112,9 @@ def test_function_of_float64_is_sampled_with_its_precision() -> None:
     exact = Ensemble(mixture.experts(), mixture, mixture.prior_K, (2,), dtype=torch.float64)
     one, other = (
         exact.sample(
-            1, steps=20, strategy="full", options=SamplingOptions(solver="rk4", dtype=each)
+            1, steps=20, strategy="full", options=SamplingOptions(solver="rk4", dtype=dtype)
         )
-        for each in (None, torch.float32)
+        for dtype in (None, torch.float32)
     )
     assert one.latents.dtype is torch.float64 and other.latents.dtype is torch.float32
     assert 0 < float((one.latents - other.latents).abs().max()) < 1e-4
@@ -123,7 +125,11 @@ def test_ensemble_is_copied_to_a_device_and_says_where_it_is() -> None:
     with pretend_gpu() as gpu:
         there = made.to("cuda", torch.bfloat16)
         nets = [there.experts[k] for k in range(2)]
-        assert all(gpu.device_of(each).type == "cuda" for net in nets for each in net.parameters())  # type: ignore[attr-defined]
+        assert all(
+            gpu.device_of(parameter).type == "cuda"
+            for net in nets
+            for parameter in net.parameters()  # type: ignore[attr-defined]
+        )
         networks = [made.experts[k] for k in range(2)]
         assert all(
             gpu.device_of(weight).type == "cpu"
@@ -141,10 +147,10 @@ def test_ensemble_is_copied_to_a_device_and_says_where_it_is() -> None:
             2, steps=2, condition=1, options=SamplingOptions(condition_prior=[0.5, 0.5])
         ).images,
     )
-    told = repr(there)
-    assert len(told.splitlines()) == 2 and "tensor" not in told
+    text = repr(there)
+    assert len(text.splitlines()) == 2 and "tensor" not in text
     assert all(
-        word in told
+        word in text
         for word in ("2 experts", str(SHAPE), "LinearPath", "UninformedRouter", "cuda", "bfloat16")
     )
     assert made.to("cpu").experts[0] is made.experts[0]

@@ -35,8 +35,8 @@ def test_pictures_and_grid_bear_the_mark_and_the_pixels(tmp_path: Path) -> None:
         with Image.open(file) as picture:
             assert (picture.text["Synthetic"], picture.text["Release"]) == ("true", DIGEST)  # type: ignore[attr-defined]
     spec = DataSpec(shape=(1, 6, 5), range=(-1.0, 1.0))
-    found = torch.cat([read_given_images(file, spec) for file in files[1:]])
-    torch.testing.assert_close(found, drawn.images.clamp(-1, 1), atol=1 / 127, rtol=0)
+    images = torch.cat([read_given_images(file, spec) for file in files[1:]])
+    torch.testing.assert_close(images, drawn.images.clamp(-1, 1), atol=1 / 127, rtol=0)
     samples(3, 4, 4, release="").save(tmp_path / "colour")
     with Image.open(tmp_path / "colour" / "00001.png") as picture:
         assert "Release" not in picture.text and picture.text["Synthetic"] == "true"  # type: ignore[attr-defined]
@@ -45,10 +45,10 @@ def test_pictures_and_grid_bear_the_mark_and_the_pixels(tmp_path: Path) -> None:
 def test_npz_bears_the_mark_and_the_numbers(tmp_path: Path) -> None:
     drawn = samples(2, 4, 4)
     assert drawn.save(tmp_path / "a.npz") == "float32 images in [-1, 1]"
-    with np.load(tmp_path / "a.npz") as found:
-        assert bool(found["synthetic"]) and str(found["release"]) == DIGEST
-        np.testing.assert_array_equal(found["images"], drawn.images.clamp(-1, 1).numpy())
-        assert found["expert"].tolist() == [0, 1, 1]
+    with np.load(tmp_path / "a.npz") as file:
+        assert bool(file["synthetic"]) and str(file["release"]) == DIGEST
+        np.testing.assert_array_equal(file["images"], drawn.images.clamp(-1, 1).numpy())
+        assert file["expert"].tolist() == [0, 1, 1]
     first = (tmp_path / "a.npz").read_bytes()
     drawn.save(tmp_path / "a.npz")
     assert (tmp_path / "a.npz").read_bytes() == first
@@ -65,8 +65,8 @@ def test_values_are_clipped_to_the_range_of_the_data_whose_ends_are_black_and_wh
     drawn = replace(drawn, expert_N=torch.tensor([0]))
     clipped = drawn.images[0, 0].clamp(0, 255)
     assert drawn.save(tmp_path / "a.npz") == "float32 images in [0, 255]"
-    with np.load(tmp_path / "a.npz") as found:
-        np.testing.assert_array_equal(found["images"][0, 0], clipped.numpy())
+    with np.load(tmp_path / "a.npz") as file:
+        np.testing.assert_array_equal(file["images"][0, 0], clipped.numpy())
     drawn.save(tmp_path / "each")
     with Image.open(tmp_path / "each" / "00000.png") as picture:
         np.testing.assert_array_equal(np.asarray(picture)[:, :, 0], clipped.round().numpy())
@@ -96,8 +96,8 @@ def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(
         image = nibabel.load(file)
         assert bytes(image.header["descrip"]).rstrip(b"\0") == f"synthetic {DIGEST}".encode()  # type: ignore[attr-defined]
         (extension,) = image.header.extensions  # type: ignore[attr-defined]
-        told = json.loads(extension.get_content())
-        assert (told["Synthetic"], told["Release"]) == ("true", DIGEST)
+        attributes = json.loads(extension.get_content())
+        assert (attributes["Synthetic"], attributes["Release"]) == ("true", DIGEST)
     together = np.asarray(nibabel.load(files[-1]).dataobj)  # type: ignore[attr-defined]
     assert together.shape == (6, 5, 4, 3, channels)[: 4 if channels == 1 else 5]
     first = np.asarray(nibabel.load(files[0]).dataobj)  # type: ignore[attr-defined]
@@ -137,8 +137,8 @@ def test_picture_and_mask_that_a_user_gives_are_read_or_refused(tmp_path: Path) 
     spec = DataSpec(shape=(3, 4, 6), range=(0.0, 1.0))
     pixels = np.arange(72, dtype=np.uint8).reshape(4, 6, 3)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    found = read_given_images(tmp_path / "a.png", spec)
-    np.testing.assert_allclose(found[0], pixels.transpose(2, 0, 1) / 255, atol=1e-6)
+    images = read_given_images(tmp_path / "a.png", spec)
+    np.testing.assert_allclose(images[0], pixels.transpose(2, 0, 1) / 255, atol=1e-6)
     white = np.zeros((4, 6), np.uint8)
     white[:, 3:] = 255
     Image.fromarray(white).save(tmp_path / "mask.png")
@@ -163,5 +163,5 @@ def test_picture_and_mask_that_a_user_gives_are_read_or_refused(tmp_path: Path) 
 def test_samples_of_an_ensemble_bear_its_release(tmp_path: Path) -> None:
     ensemble = Ensemble([lambda x, t: x], None, [1.0], (1, 4, 4), release=DIGEST)
     ensemble.sample(1, steps=1).save(tmp_path / "a.npz")
-    with np.load(tmp_path / "a.npz") as found:
-        assert str(found["release"]) == DIGEST
+    with np.load(tmp_path / "a.npz") as file:
+        assert str(file["release"]) == DIGEST

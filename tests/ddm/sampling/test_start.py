@@ -61,8 +61,8 @@ def counts(x_N: Tensor) -> Tensor:
 
 
 def test_examples_in_the_docstrings_run() -> None:
-    found = doctest.testmod(ddm.ensemble)
-    assert found.attempted > 15 and not found.failed
+    results = doctest.testmod(ddm.ensemble)
+    assert results.attempted > 15 and not results.failed
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
@@ -122,10 +122,12 @@ def test_router_is_asked_at_the_noised_image_and_not_at_the_prior() -> None:
 def test_given_noise_start_and_times_are_the_same_way(
     strategy: Strategy, solver: SolverName
 ) -> None:
-    def draw(num: int | None = None, **asked: Any) -> Tensor:
+    def draw(num: int | None = None, **keywords: Any) -> Tensor:
         return (
             exact(chunk_size=7)
-            .sample(num, strategy=strategy, seed=3, **sampling_keywords(asked | {"solver": solver}))
+            .sample(
+                num, strategy=strategy, seed=3, **sampling_keywords(keywords | {"solver": solver})
+            )
             .images
         )
 
@@ -153,7 +155,7 @@ def test_trajectory_in_two_parts_has_the_law_of_one() -> None:
                 options=SamplingOptions(times=[1 - n / 20 for n in range(11)]),
             )
             assert half.images.norm(dim=1).mean() < 2.2  # still half noise
-            done = exact().sample(
+            drawn = exact().sample(
                 steps=10,
                 strategy=strategy,
                 seed=2,
@@ -161,7 +163,7 @@ def test_trajectory_in_two_parts_has_the_law_of_one() -> None:
             )
             share = torch.tensor(four_silos().prior_K)
             error = (share * (1 - share) / 1000).sqrt()
-            assert ((counts(done.images) / 1000 - share).abs() < 5.5 * error).all()
+            assert ((counts(drawn.images) / 1000 - share).abs() < 5.5 * error).all()
 
 
 def test_generator_takes_the_place_of_the_seed_and_moves_on() -> None:
@@ -191,8 +193,8 @@ def test_callback_sees_every_step_of_all_samples_and_may_move_them() -> None:
 
     for strategy in ALL:
         with case(strategy=strategy):
-            for told in (seen, last, followed):
-                told.clear()  # type: ignore[attr-defined]
+            for log in (seen, last, followed):
+                log.clear()  # type: ignore[attr-defined]
             drawn = exact(chunk_size=4).sample(
                 30,
                 steps=4,
@@ -284,9 +286,9 @@ def test_arguments_that_do_not_go_together_are_refused_in_one_sentence() -> None
         ({"num": 3, "dtype": torch.float16}, MathError, "float32"),
         ({"num": 3, "guidance_interval": (0.2, 0.8)}, MathError, "guidance above 0"),
     ]
-    for asked, kind, told in wrong:
-        with case(asked=asked), pytest.raises(kind, match=told):
-            exact().sample(steps=2, **sampling_keywords(asked))
+    for keywords, kind, message in wrong:
+        with case(keywords=keywords), pytest.raises(kind, match=message):
+            exact().sample(steps=2, **sampling_keywords(keywords))
 
 
 def test_posterior_is_the_log_probability_of_each_expert_even_where_it_is_too_small_for_a_number() -> (

@@ -62,8 +62,10 @@ def test_strategy_selects_the_experts_that_its_name_says() -> None:
 @pytest.mark.parametrize("strategy", [TopK(4), Nucleus(1.0), Threshold(0.0)])
 def test_strategy_that_selects_all_is_the_full_mixture(strategy: Strategy) -> None:
     full, other = (
-        exact().sample(64, strategy=each, steps=8, seed=2, options=SamplingOptions(solver="heun"))
-        for each in (Full(), strategy)
+        exact().sample(
+            64, strategy=compared, steps=8, seed=2, options=SamplingOptions(solver="heun")
+        )
+        for compared in (Full(), strategy)
     )
     torch.testing.assert_close(full.images, other.images, atol=1e-5, rtol=0)
     assert torch.equal(full.expert_N, other.expert_N)
@@ -124,8 +126,8 @@ def shares_off(strategy: Strategy, num: int = 2048, **options: Any) -> float:
         .images
     )
     expected = torch.tensor(four_silos().prior_K, dtype=torch.float64)
-    found = torch.bincount(four_silos().silo_of(images), minlength=4).double() / num
-    return float(((found - expected).abs() / (expected * (1 - expected) / num).sqrt()).max())
+    share_K = torch.bincount(four_silos().silo_of(images), minlength=4).double() / num
+    return float(((share_K - expected).abs() / (expected * (1 - expected) / num).sqrt()).max())
 
 
 @pytest.mark.parametrize("strategy", [TopK(1), Nucleus(0.5), Threshold(0.5)])

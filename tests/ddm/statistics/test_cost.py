@@ -65,6 +65,6 @@ def test_plan_that_states_less_than_it_costs_is_refused_with_both_figures() -> N
 
 @pytest.mark.parametrize("kind", ["counts", "class_counts", "sketch"])
 def test_release_that_would_be_noise_alone_is_refused(kind: str) -> None:
-    asked = {**ALL, kind: {**ALL[kind], "epsilon": 1e-7}}
+    terms = {**ALL, kind: {**ALL[kind], "epsilon": 1e-7}}
     with pytest.raises(PolicyError, match="noise alone"):
-        mechanisms(plan(**asked))
+        mechanisms(plan(**terms))

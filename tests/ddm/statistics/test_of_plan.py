@@ -20,11 +20,11 @@ ALL = {
 
 def test_every_kind_of_the_document_has_a_statistic_of_its_name() -> None:
     statistics = Statistics.model_validate(ALL)
-    found = statistics_of(statistics)
-    assert set(found) == set(statistics.terms) == set(get_args(StatisticKind))
-    assert all(isinstance(one, Statistic) and one.kind == kind for kind, one in found.items())
-    assert list(found) == ["counts", "class_counts", "sketch"], "the order of the draws"
-    assert len({one.name for one in found.values()}) == len(found)
+    members = statistics_of(statistics)
+    assert set(members) == set(statistics.terms) == set(get_args(StatisticKind))
+    assert all(isinstance(one, Statistic) and one.kind == kind for kind, one in members.items())
+    assert list(members) == ["counts", "class_counts", "sketch"], "the order of the draws"
+    assert len({one.name for one in members.values()}) == len(members)
 
 
 def test_terms_list_only_what_the_plan_requires() -> None:

@@ -52,8 +52,8 @@ def test_table_without_rows_is_its_header() -> None:
 
 def test_progress_in_a_pipe_is_one_line_for_each_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("encoding [b]4[/b]") as advance:
-        for done, total in ((1, 3), (2, 3), (3, 3), (1, 2), (2, 2), (1, 2)):
-            advance(done, total)
+        for num_done, total in ((1, 3), (2, 3), (3, 3), (1, 2), (2, 2), (1, 2)):
+            advance(num_done, total)
     assert capsys.readouterr().out == "encoding [b]4[/b]\n" * 3
 
 
@@ -67,8 +67,8 @@ def test_progress_at_a_terminal_is_a_bar_that_ends_full(monkeypatch: pytest.Monk
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     with progress("encoding [b]4[/b]") as advance:
-        for done in range(1, 11):
-            advance(done, 10)
+        for num_done in range(1, 11):
+            advance(num_done, 10)
     assert "encoding [b]4[/b]" in terminal.getvalue() and "100%" in terminal.getvalue()
 
 

@@ -129,7 +129,7 @@ def experts(architecture: Architecture, condition: Condition, device: str) -> li
         (UNET, CLASS),
         (UNET, TEXT),
     ],
-    ids=lambda each: each.kind,
+    ids=lambda condition: condition.kind,
 )
 def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
     architecture: Architecture, condition: Condition
@@ -193,12 +193,12 @@ def test_own_samples_of_readers_are_drawn_on_a_gpu_as_on_a_cpu(tmp_path: Path) -
         nets = experts(DIT, TEXT, device)
         router = UninformedRouter(2)
         teacher = Ensemble(nets, router, [1.0, 2.0], SHAPE, device=device, condition=TEXT)
-        asked = {"source": "here", "condition": TEXT, "texts": texts_NLD, "steps": 2}
+        settings = {"source": "here", "condition": TEXT, "texts": texts_NLD, "steps": 2}
         return own_samples(
             teacher,
             4,
             tmp_path / device,
-            SampleRecipe(**asked),  # type: ignore[arg-type]
+            SampleRecipe(**settings),  # type: ignore[arg-type]
             on_progress=lambda steps, total: None,
         ).images
 
@@ -211,7 +211,7 @@ def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
     published: PublishedRelease, tmp_path: Path
 ) -> None:
     release = open_release(published.release, root=published.root, state=None)
-    found: dict[str, dict[str, Tensor]] = {}
+    weights: dict[str, dict[str, Tensor]] = {}
 
     def taught(name: str, device: str, teacher: str) -> dict[str, Tensor]:
         ensemble = load_ensemble(release, device=device)
@@ -221,7 +221,7 @@ def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
             8,
             tmp_path / name,
             SampleRecipe(source="here", steps=2),
-            on_progress=lambda done, total: None,
+            on_progress=lambda num_done, total: None,
         )
         trained = distill(
             ensemble,
@@ -238,11 +238,11 @@ def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
         return trained.ema | {"lessons": lessons.images}
 
     for teacher in ("label", "drawn", "mixture"):
-        found["cpu"] = taught("here", "cpu", teacher)
+        weights["cpu"] = taught("here", "cpu", teacher)
         with pretend_gpu() as gpu:
-            found["cuda"] = taught("there", "cuda", teacher)
-            assert all(gpu.device_of(each).type == "cpu" for each in found["cuda"].values())
-        assert same_bytes(found["cpu"], found["cuda"])
+            weights["cuda"] = taught("there", "cuda", teacher)
+            assert all(gpu.device_of(tensor).type == "cpu" for tensor in weights["cuda"].values())
+        assert same_bytes(weights["cpu"], weights["cuda"])
 
     out = tmp_path / "student.safetensors"
     assert distilled(published, out, "--num", 4, "--steps", 2) == 0
@@ -291,7 +291,7 @@ def test_latents_are_encoded_and_decoded_on_a_gpu_as_on_a_cpu() -> None:
     here = both()
     with pretend_gpu() as gpu:
         there = both()
-        assert all(gpu.device_of(each).type == "cpu" for each in there)
+        assert all(gpu.device_of(tensor).type == "cpu" for tensor in there)
     assert all(map(torch.equal, here, there))
 
 
@@ -321,7 +321,7 @@ def test_samples_router_is_trained_on_a_gpu_as_on_a_cpu() -> None:
     here = fitted("cpu")
     with pretend_gpu() as gpu:
         there = fitted("cuda")
-        assert all(gpu.device_of(each).type == "cpu" for each in there.values())
+        assert all(gpu.device_of(tensor).type == "cpu" for tensor in there.values())
     assert same_bytes(here, there)
 
 

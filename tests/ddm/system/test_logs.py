@@ -113,8 +113,8 @@ def test_log_of_other_libraries_is_not_shown(capsys: pytest.CaptureFixture[str])
 def test_processes_log_as_the_one_that_started_them(capfd: pytest.CaptureFixture[str]) -> None:
     start_logging(LogOptions(verbose=True, as_json=True))
     text = "import logging; from ddm.system.logs import follow_logging; follow_logging(); {}"
-    told = text.format("logging.getLogger('ddm.x').debug('from a child')")
-    subprocess.run([sys.executable, "-c", told], check=True)
+    program = text.format("logging.getLogger('ddm.x').debug('from a child')")
+    subprocess.run([sys.executable, "-c", program], check=True)
     assert json.loads(capfd.readouterr().err)["message"] == "from a child"
 
 
@@ -152,13 +152,13 @@ def test_options_before_the_command_choose_the_log(
 ) -> None:
     look = ("verify", published.release, "--root", published.root, "--state", tmp_path / "state")
     command = [str(program("ddm")), "--verbose", "--log-json", *map(str, look)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    records = [json.loads(line) for line in done.stderr.splitlines()]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    records = [json.loads(line) for line in result.stderr.splitlines()]
     assert any(
         record["level"] == "DEBUG" and record["message"].startswith("verified ")
         for record in records
     )
-    assert done.stdout.startswith("Verified ")
+    assert result.stdout.startswith("Verified ")
     refused = subprocess.run(
         [*command[:-2], "--state", "/dev/null/x"], capture_output=True, text=True, check=False
     )

@@ -41,7 +41,7 @@ def test_own_connection_is_known_while_both_ends_are_open(host: str) -> None:
             assert user_of(*ends) is None, "closed, it stands in the kernel's table as root's"
         assert user_of(("127.0.0.1", 1), ("127.0.0.1", 2)) is None
         assert user_of(("no address", 1), ("127.0.0.1", 2)) is None
-        assert any(each.listening for each in tcp_sockets())
+        assert any(end.listening for end in tcp_sockets())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

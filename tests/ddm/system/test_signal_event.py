@@ -17,7 +17,7 @@ with {contextmanager}() as stop:
 def test_signal_that_comes_while_the_event_is_being_set_or_waited_for_is_answered() -> None:
     for contextmanager in ("stop_on_signals", "stop_on_first_signal"):
         program = SECOND_SIGNAL.format(contextmanager=contextmanager)
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
         )
-        assert done.stdout == "True\n"
+        assert result.stdout == "True\n"

@@ -26,10 +26,10 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler) for number, handler in zip(STOPPING, usual, strict=True)
     ]
     yield
-    found = [
+    handlers = [
         signal.signal(number, handler) for number, handler in zip(STOPPING, before, strict=True)
     ]
-    assert found == list(usual)
+    assert handlers == list(usual)
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -77,7 +77,7 @@ def test_sigterm_interrupts_a_command_and_is_told_from_ctrl_c() -> None:
 
 
 def test_signal_that_another_thread_hears_waits_until_a_process_has_been_started() -> None:
-    told: list[str] = []
+    events: list[str] = []
     now = threading.Event()
 
     def hear() -> None:
@@ -86,11 +86,11 @@ def test_signal_that_another_thread_hears_waits_until_a_process_has_been_started
 
     thread = threading.Thread(target=hear)
     thread.start()  # before, so that it hears what the main thread does not
-    with handled(lambda *_: told.append("answered"), (signal.SIGINT,)):
+    with handled(lambda *_: events.append("answered"), (signal.SIGINT,)):
         with blocked():
             now.set()
             thread.join()
             for _ in range(3):  # in a loop the interpreter looks for signals
                 time.sleep(0.01)
-            told.append("started")
-        assert told == ["started", "answered"]
+            events.append("started")
+        assert events == ["started", "answered"]

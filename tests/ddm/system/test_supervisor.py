@@ -43,11 +43,11 @@ def worker(folder: Path, silent_s: float = 1.5) -> Program:
 
 @contextmanager
 def kept(*programs: Program, **settings: object) -> Iterator[Supervisor]:
-    found = Supervisor(programs, **settings)  # type: ignore[arg-type]
+    running = Supervisor(programs, **settings)  # type: ignore[arg-type]
     try:
-        yield found
+        yield running
     finally:
-        found.stop()
+        running.stop()
 
 
 def check_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:

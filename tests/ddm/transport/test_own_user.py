@@ -86,14 +86,14 @@ def test_other_user_is_answered_where_all_are_and_sends_no_large_body(port: int)
 def test_open_path_is_answered_without_a_look_at_everybodys_connections(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(own_user, "user_of", lambda *ends: asked.append(ends))
+    questions: list[object] = []
+    monkeypatch.setattr(own_user, "user_of", lambda *ends: questions.append(ends))
     assert httpx.post(f"http://127.0.0.1:{port}/v1/fleet/get-fab", content=b"x").status_code == 200
-    assert not asked, "the table is as long as strangers make it"
+    assert not questions, "the table is as long as strangers make it"
     assert (
         httpx.post(f"http://127.0.0.1:{port}/v1/runtime/get-fab", content=b"x").status_code == 403
     )
-    assert len(asked) == 1
+    assert len(questions) == 1
 
 
 def test_request_that_no_address_is_known_of_is_refused() -> None:

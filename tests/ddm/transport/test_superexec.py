@@ -40,6 +40,6 @@ def test_nothing_but_the_two_kinds_of_programs_is_started(tmp_path: Path) -> Non
     command = superexec.superexec_command(
         "127.0.0.1:1", tmp_path / "ca", tmp_path / "secret", "flwr-connector"
     )
-    done = subprocess.run(command, capture_output=True, check=False)
-    assert done.returncode
-    assert b"flwr-connector" in done.stderr
+    result = subprocess.run(command, capture_output=True, check=False)
+    assert result.returncode
+    assert b"flwr-connector" in result.stderr

@@ -52,7 +52,7 @@ def test_waiver_of_this_plan_and_time_lets_an_inconclusive_audit_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("signed", "match"),
     [
         (None, "a waiver for this plan"),
         (waiver(plan_digest=OTHER), "plan_digest: expected a waiver for the plan in work"),
