@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from ddm.audit.attacks import names
+from ddm.audit.crossfit import (
+    FitDirection,
+    best_combination,
+    cross_fitted_scores,
+    strongest_attack,
+)
 from ddm.audit.measures import auc, true_positives
 from ddm.evaluation.intervals import Estimate
 
 _SIGNIFICANCE = 0.01
+# An error of 0 has no logarithm.
+_SMALLEST_ERROR = 1e-30
 
 
 @dataclass(frozen=True)
@@ -19,7 +27,7 @@ class Attack:
     """How well one attack recognises members.
 
     Attributes:
-        name: of the attack, with its share of noise, and whether a reference expert calibrated it.
+        name: of the attack, with its share of noise, and the expert that it was compared with.
         auc: area under its ROC curve.
         tpr: share of members found at 1% false positives.
     """
@@ -34,13 +42,16 @@ class Membership:
     """All attacks on one expert.
 
     Attributes:
-        attacks: all of them.
+        deciding: the strongest attack and the best combination, chosen on some units and measured on others. They
+            decide the verdict.
+        attacks: all attacks by themselves. The best of them looks better than it is, since it is chosen afterwards.
         num_members: M.
         num_others: N.
         suspicion_M: for each member the highest of its scores over all attacks, in standard deviations of the units
             held out.
     """
 
+    deciding: tuple[Attack, ...]
     attacks: tuple[Attack, ...]
     num_members: int
     num_others: int
@@ -48,13 +59,13 @@ class Membership:
 
     @property
     def worst(self) -> Attack:
-        """The attack with the largest area."""
-        return max(self.attacks, key=lambda attack: attack.auc.value)
+        """The deciding attack with the largest area."""
+        return max(self.deciding, key=lambda attack: attack.auc.value)
 
     @property
     def sharpest(self) -> Attack:
-        """The attack that finds most members at 1% false positives."""
-        return max(self.attacks, key=lambda attack: attack.tpr.value)
+        """The deciding attack that finds most members at 1% false positives."""
+        return max(self.deciding, key=lambda attack: attack.tpr.value)
 
 
 @dataclass(frozen=True)
@@ -79,45 +90,87 @@ class UnitScores:
         other_N = by_unit(self.other_IA[:, column], self.other_I)
         return member_M, other_N
 
-    def minus(self, reference: "UnitScores") -> "UnitScores":
-        """Return the scores less those of another expert, of the same images."""
+    def log_ratio(self, other: "UnitScores") -> "UnitScores":
+        """Return how much smaller this expert's errors are than another's on the same images, as logarithms.
+
+        Images that are easy for any expert no longer look known (difficulty calibration, Watson et al. 2022,
+        arXiv 2111.08440). The logarithm makes errors of different sizes comparable (Carlini et al. 2022,
+        arXiv 2112.03570).
+        """
         return replace(
             self,
-            member_IA=self.member_IA - reference.member_IA,
-            other_IA=self.other_IA - reference.other_IA,
+            member_IA=_log_errors(other.member_IA) - _log_errors(self.member_IA),
+            other_IA=_log_errors(other.other_IA) - _log_errors(self.other_IA),
         )
 
 
-def measure_membership(scores: UnitScores, reference: UnitScores | None = None) -> Membership:
-    """Attack units by each attack as it is and, with a reference, by what the expert knows beyond the reference.
+def measure_membership(
+    scores: UnitScores, *, reference: UnitScores, shadow: UnitScores
+) -> Membership:
+    """Attack units by each attack as it is, beside the reference, beside the shadow, and by what chooses among these.
 
     A unit's score is the highest of its images'.
 
     Args:
         scores: of the expert.
         reference: of an expert that learned neither the members nor the units held out, with the same noise.
+        shadow: of the expert after it was trained on without the members, with the same noise.
     """
-    scores_by_attack = {}
-    for column, name in enumerate(names()):
-        scores_by_attack[name] = scores.of_units(column)
-    if reference is not None:
-        # What the expert knows beyond the reference: images that are easy for any expert no longer look known.
-        calibrated = scores.minus(reference)
-        for column, name in enumerate(names()):
-            scores_by_attack[f"{name}, calibrated"] = calibrated.of_units(column)
-
+    ratio_by_label = {
+        "": scores,
+        ", beside the reference": scores.log_ratio(reference),
+        ", beside the shadow": scores.log_ratio(shadow),
+    }
     attacks = []
     suspicions = []
-    for name, (member_M, other_N) in scores_by_attack.items():
-        attacks.append(Attack(name, auc(member_M, other_N), true_positives(member_M, other_N)))
-        suspicions.append((member_M - other_N.mean()) / _spread(other_N))
-    suspicion_M = torch.stack(suspicions).amax(0)
-    return Membership(
-        attacks=tuple(attacks),
-        num_members=len(suspicion_M),
-        num_others=int(scores.other_I.max()) + 1,
-        suspicion_M=suspicion_M,
+    member_columns = []
+    other_columns = []
+    for label, compared_scores in ratio_by_label.items():
+        for column, name in enumerate(names()):
+            member_M, other_N = compared_scores.of_units(column)
+            attacks.append(_attack(f"{name}{label}", member_M, other_N))
+            suspicions.append((member_M - other_N.mean()) / _spread(other_N))
+            member_columns.append(member_M)
+            other_columns.append(other_N)
+    member_MA = torch.stack(member_columns, 1)
+    other_NA = torch.stack(other_columns, 1)
+
+    # The last columns are those beside the shadow.
+    num_kinds = len(names())
+    deciding = (
+        _cross_fitted_attack(
+            f"strongest of {len(attacks)} attacks", member_MA, other_NA, strongest_attack
+        ),
+        _cross_fitted_attack(
+            f"combination of {num_kinds} attacks",
+            member_MA[:, -num_kinds:],
+            other_NA[:, -num_kinds:],
+            best_combination,
+        ),
     )
+    return Membership(
+        deciding=deciding,
+        attacks=tuple(attacks),
+        num_members=len(member_MA),
+        num_others=len(other_NA),
+        suspicion_M=torch.stack(suspicions).amax(0),
+    )
+
+
+def _attack(name: str, member_M: Tensor, other_N: Tensor) -> Attack:
+    return Attack(name, auc(member_M, other_N), true_positives(member_M, other_N))
+
+
+def _cross_fitted_attack(
+    name: str, member_MA: Tensor, other_NA: Tensor, fit_direction: FitDirection
+) -> Attack:
+    member_M, other_N = cross_fitted_scores(member_MA, other_NA, fit_direction)
+    return _attack(name, member_M, other_N)
+
+
+def _log_errors(score_IA: Tensor) -> Tensor:
+    """Return the logarithms of the errors: a score is an error with its sign changed."""
+    return (-score_IA).clamp(min=_SMALLEST_ERROR).log()
 
 
 def _spread(score_N: Tensor) -> float:

@@ -63,8 +63,9 @@ def judge(findings: Findings, limits: Audit) -> tuple[Verdict, str]:
             return "fail", f"{figure.name} is {value}; the plan allows {figure.limit:g}"
 
     # Then the controls: an attack that misses an overfitted copy would miss a leak too.
+    # The lower end counts, since so few units reach a high value by chance.
     control_auc = findings.control.worst.auc
-    if control_auc.value <= limits.max_mia_auc:
+    if control_auc.low <= limits.max_mia_auc:
         value = _in_words(control_auc)
         reason = f"no attack sees a copy overfitted to a few images: AUC {value} at most"
         return "inconclusive", reason
@@ -94,9 +95,9 @@ def _figures(findings: Findings, limits: Audit) -> list[_LimitedFigure]:
     worst = findings.membership.worst
     sharpest = findings.membership.sharpest
     figures = [
-        _LimitedFigure(f"AUC of the attack {worst.name}", worst.auc, limits.max_mia_auc),
+        _LimitedFigure(f"AUC of the {worst.name}", worst.auc, limits.max_mia_auc),
         _LimitedFigure(
-            f"share found at 1% false positives by {sharpest.name}",
+            f"share found at 1% false positives by the {sharpest.name}",
             sharpest.tpr,
             limits.max_mia_tpr,
         ),

@@ -39,10 +39,12 @@ class ExpertAudit(Model):
         reason: for it.
         num_members: units trained on that were attacked.
         num_holdout_units: units held out that are no duplicates of training images.
-        auc: of each attack.
-        tpr: share of members that each attack finds at 1% false positives.
+        deciding_auc: of the attacks that decide, chosen on some units and measured on others.
+        deciding_tpr: share of members that they find at 1% false positives.
+        auc: of each attack by itself.
+        tpr: share of members that each finds at 1% false positives.
         copies: share of samples that are near copies, by space.
-        control: the largest AUC on the overfitted copy.
+        control: the larger AUC of the deciding attacks on the overfitted copy.
         unseen: whether members and units held out look the same to an expert that learned neither.
         num_samples: drawn.
     """
@@ -52,6 +54,8 @@ class ExpertAudit(Model):
     reason: ShortText
     num_members: NaturalInt = 0
     num_holdout_units: NaturalInt
+    deciding_auc: Annotated[tuple[Figure, ...], Field(max_length=16)] = ()
+    deciding_tpr: Annotated[tuple[Figure, ...], Field(max_length=16)] = ()
     auc: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
     tpr: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
     copies: Annotated[tuple[Figure, ...], Field(max_length=16)] = ()

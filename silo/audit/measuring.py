@@ -1,7 +1,8 @@
-"""Audits one expert: trains a reference and an overfitted copy, attacks all three, and looks for copies in samples.
+"""Audits one expert: trains three others to compare it with, attacks all four, and looks for copies in samples.
 
-Every measurement is on disk once it is taken; a killed audit continues behind the last one, and a training at its last
-checkpoint. Memory holds one block of images, the thumbnails of samples, and up to three experts.
+The others are a reference, a shadow and an overfitted copy. Every measurement is on disk once it is taken; a killed
+audit continues behind the last one, and a training at its last checkpoint. Memory holds one block of images, the
+thumbnails of samples, and up to two experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ddm.audit.attacks import CALLS
 from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
+from ddm.audit.crossfit import MIN_UNITS
 from ddm.audit.effort import SAMPLE_STEPS, TRAINING_CALLS
 from ddm.audit.membership import UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
@@ -87,17 +89,20 @@ def audit_expert(
         KeyboardInterrupt: `should_stop` returned True, or `on_progress` raised it.
     """
     limits = expert.plan.audit
-    min_units = max(limits.min_holdout_units, 2)
-    if expert.num_held < min_units or expert.members.num_units < 2:
+    min_units = max(limits.min_holdout_units, MIN_UNITS)
+    if expert.num_held < min_units or expert.members.num_units < MIN_UNITS:
         return inconclusive_audit(expert.expert_id, expert.num_held, limits)
     store = MeasurementStore.open(expert.folder / "parts", expert.digest)
     counter = _EvaluationCounter(on_progress, _num_evaluations(expert))
     audit = _Audit(expert, store, counter, should_stop)
+    # Shows how long it will take before the first training begins.
+    counter.add(0)
 
     scores = _attack(audit, "expert", expert.base)
-    # Calibrated attacks compare the expert with one that has not seen the members: an image that is easy for both
-    # says nothing about membership. The control shows that the attacks find what was certainly learned.
+    # Most attacks compare the expert with one that knows less of the members: an image that is easy for both says
+    # nothing about membership. The control shows that the attacks find what was certainly learned.
     reference_scores = _attack(audit, "reference", _reference(audit))
+    shadow_scores = _attack(audit, "shadow", _shadow(audit))
     control_scores = _attack(audit, "control", _overfitted_copy(audit))
     neighbours = _measure_neighbours(audit)
 
@@ -114,6 +119,16 @@ def audit_expert(
     every_member_U = torch.ones_like(member_U, dtype=torch.bool)
     overfitted_U = member_U < expert.effort.control_units
     reference = _unit_scores(expert, reference_scores, every_member_U, is_tested_U)
+    membership = measure_membership(
+        _unit_scores(expert, scores, every_member_U, is_tested_U),
+        reference=reference,
+        shadow=_unit_scores(expert, shadow_scores, every_member_U, is_tested_U),
+    )
+    control = measure_membership(
+        _unit_scores(expert, control_scores, overfitted_U, is_tested_U),
+        reference=_unit_scores(expert, reference_scores, overfitted_U, is_tested_U),
+        shadow=_unit_scores(expert, shadow_scores, overfitted_U, is_tested_U),
+    )
     is_tested_H = is_tested_U[expert.held.unit_I]
     # The scale of copies comes from the units that are left, for the same reason.
     scales = {}
@@ -122,13 +137,8 @@ def audit_expert(
         scales[space] = CopyScale.of(holdout_HK, has_floor=space == "pixels")
     findings = Findings(
         num_holdout=num_tested,
-        membership=measure_membership(
-            _unit_scores(expert, scores, every_member_U, is_tested_U), reference
-        ),
-        control=measure_membership(
-            _unit_scores(expert, control_scores, overfitted_U, is_tested_U),
-            _unit_scores(expert, reference_scores, overfitted_U, is_tested_U),
-        ),
+        membership=membership,
+        control=control,
         # A public expert may have learned units of either side, so that nothing follows from what it knows.
         sides_alike=expert.public is not None or sides_alike(reference),
         copies={
@@ -140,7 +150,7 @@ def audit_expert(
             for space, scale in scales.items()
         },
     )
-    write_worst(expert, store, findings.membership, neighbours, scales["pixels"])
+    write_worst(expert, store, membership, neighbours, scales["pixels"])
     return expert_audit(expert.expert_id, findings, limits, expert.effort.num_samples)
 
 
@@ -149,15 +159,10 @@ def _share(mask: Tensor) -> float:
 
 
 def _num_evaluations(expert: AuditedExpert) -> int:
-    effort = expert.effort
-    num_steps = effort.reference_steps + effort.control_steps
     num_attacked = len(expert.members.image_I) + len(expert.held.image_I)
-    training = TRAINING_CALLS * num_steps * expert.plan.expert.training.batch_size
-    # Three experts are attacked: the expert, the reference, the control.
-    attacks = 3 * CALLS * num_attacked
-    samples = SAMPLE_STEPS * effort.num_samples
+    training = expert.plan.expert.training
     # The search for neighbours encodes each learned image once.
-    return training + attacks + samples + len(expert.learned_N)
+    return expert.effort.num_evaluations(training, num_attacked) + len(expert.learned_N)
 
 
 def _reference(audit: _Audit) -> BaseExpert:
@@ -166,7 +171,21 @@ def _reference(audit: _Audit) -> BaseExpert:
     if expert.public is not None:
         return expert.public
     num_steps = expert.effort.reference_steps
-    return _train(audit, "reference", expert.others_N, num_steps, overfits=False)
+    return _train(audit, "reference", expert.others_N, num_steps, base=None)
+
+
+def _shadow(audit: _Audit) -> BaseExpert:
+    """Return the expert trained on with its own images except the members'.
+
+    It forgets members, and keeps what it knows of all others. So its errors tell memory of an image from an image that
+    is easy, which an expert trained from the start would only do after as many steps as the expert itself took.
+
+    Source:
+        After Chen et al. 2021, arXiv 2005.02205: a model before and after it unlearned a record gives the record away.
+    """
+    expert = audit.expert
+    num_steps = expert.effort.shadow_steps
+    return _train(audit, "shadow", expert.others_N, num_steps, base=expert.base)
 
 
 def _overfitted_copy(audit: _Audit) -> BaseExpert:
@@ -176,11 +195,18 @@ def _overfitted_copy(audit: _Audit) -> BaseExpert:
     # Sorted, since images are read from disk in the order of their numbers.
     chosen_units = members.select(torch.arange(members.num_units) < effort.control_units)
     image_I = torch.sort(chosen_units.image_I).values
-    return _train(audit, "control", image_I, effort.control_steps, overfits=True)
+    base = audit.expert.base
+    return _train(audit, "control", image_I, effort.control_steps, base=base, overfits=True)
 
 
 def _train(
-    audit: _Audit, name: str, image_I: Tensor, num_steps: int, *, overfits: bool
+    audit: _Audit,
+    name: str,
+    image_I: Tensor,
+    num_steps: int,
+    *,
+    base: BaseExpert | None,
+    overfits: bool = False,
 ) -> BaseExpert:
     expert = audit.expert
     step_evaluations = TRAINING_CALLS * expert.plan.expert.training.batch_size
@@ -198,7 +224,6 @@ def _train(
 
     # Killed before the file is written, the training continues from the checkpoint in its job's folder.
     folder = expert.job_folder(name)
-    base = expert.base if overfits else None
     planned = expert.planned(base, num_steps, overfits=overfits)
     train_job(
         expert.make_task(planned, image_I, folder),
@@ -229,7 +254,7 @@ def _attack(audit: _Audit, name: str, weights: BaseExpert) -> Mapping[str, Tenso
             images = expert.inputs.images
             return score_images(attacked, images, image_I, expert.condition_N, seed, count)
 
-        # The same seeds for all three experts: their scores are compared image by image.
+        # The same seeds for all experts: their scores are compared image by image.
         return {
             "members": score(expert.members.image_I, expert.seed),
             "held": score(expert.held.image_I, expert.seed + 1),

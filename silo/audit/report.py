@@ -78,6 +78,7 @@ def expert_audit(
 ) -> ExpertAudit:
     """Judge one expert, and return the verdict with the figures."""
     verdict, reason = judge(findings, limits)
+    deciding = findings.membership.deciding
     attacks = findings.membership.attacks
     worst_on_control = findings.control.worst
     return ExpertAudit(
@@ -86,6 +87,8 @@ def expert_audit(
         reason=reason[:_MAX_REASON],
         num_members=findings.membership.num_members,
         num_holdout_units=findings.num_holdout,
+        deciding_auc=tuple(_figure(attack.name, attack.auc) for attack in deciding),
+        deciding_tpr=tuple(_figure(attack.name, attack.tpr) for attack in deciding),
         auc=tuple(_figure(attack.name, attack.auc) for attack in attacks),
         tpr=tuple(_figure(attack.name, attack.tpr) for attack in attacks),
         copies=tuple(_figure(space, share) for space, share in findings.copies.items()),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ddm.audit.attacks import names
 from ddm.audit.copies import NEIGHBOURS
-from ddm.audit.effort import MAX_IMAGES_PER_UNIT, effort_of
+from ddm.audit.effort import MAX_IMAGES_PER_UNIT, NUM_ATTACKED_EXPERTS, effort_of
 from ddm.evaluation.copies import SIDE, VOLUME_SIDE
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.tensors import stored_bytes
@@ -70,7 +70,7 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
 def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     """Return what the leak audit writes besides at most, of one expert at a time; 0 where it is inconclusive anyway.
 
-    Two experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
+    Three experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
     of samples and of units held out.
     """
     num_held = num_holdout_units(num_units, policy)
@@ -84,11 +84,17 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     )
     num_samples = effort.num_samples
     thumbnail_values = _thumbnail_values(plan)
-    trained = 2 * _expert_bytes(plan) + (KEPT + 1) * _checkpoint_bytes(plan)
+    trained = 3 * _expert_bytes(plan) + (KEPT + 1) * _checkpoint_bytes(plan)
     samples = _FLOAT_BYTES * num_samples * (thumbnail_values + plan.encoder.dim)
     neighbours = _NEIGHBOURS_BYTES * (num_samples + MAX_IMAGES_PER_UNIT * num_held + MAX_BLURRED)
-    # Scores of the expert, its reference and the overfitted control, of members and of units held out.
-    scores = 3 * 2 * num_held * MAX_IMAGES_PER_UNIT * (_FLOAT_BYTES * len(names()) + 8)
+    # Scores of members and of units held out.
+    scores = (
+        NUM_ATTACKED_EXPERTS
+        * 2
+        * num_held
+        * MAX_IMAGES_PER_UNIT
+        * (_FLOAT_BYTES * len(names()) + 8)
+    )
     worst_pairs = max_experts_per_silo(plan) * 2 * _FLOAT_BYTES * MAX_PAIRS * thumbnail_values
     return trained + samples + neighbours + scores + worst_pairs + _SMALL_BYTES
 

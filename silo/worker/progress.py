@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 NOTE_S = 2.0
 _MAX_BYTES = 4096
 _MAX_RATE = 1e12
+EVALUATIONS_OF_A_STEP = 3
+"""On one image: forward, and backward at twice the cost; `ddm.audit.effort.TRAINING_CALLS`, without torch."""
 Rate = Annotated[float, Field(ge=0.0, le=_MAX_RATE)]
 Stage = Literal[
     "reading images",
@@ -64,6 +66,8 @@ class ProgressMeter:
         # Images that were done when the stage began: an interrupted one may go on from there.
         self._first_done = 0
         self._noted_at = 0.0
+        # Evaluations of the expert while it trained: the audit's speed until it has one of its own.
+        self._training_evaluations_per_s = 0.0
 
     def count(self, stage: Stage, plan_id: str, done: int, total: int) -> None:
         """Note how many images are done, of all."""
@@ -77,6 +81,8 @@ class ProgressMeter:
         per_s = 0.0
         if now > self._stage_began_at:
             per_s = (done - self._first_done) / (now - self._stage_began_at)
+        if stage == "auditing" and done == self._first_done:
+            per_s = self._training_evaluations_per_s
         note = ProgressNote(
             stage=stage,
             plan_id=plan_id,
@@ -93,6 +99,8 @@ class ProgressMeter:
             self._stage = "training"
             self._noted_at = 0.0
         left = progress.num_steps - progress.step
+        image_rate = progress.steps_per_second * batch_size
+        self._training_evaluations_per_s = EVALUATIONS_OF_A_STEP * image_rate
         note = ProgressNote(
             stage="training",
             plan_id=plan_id,

@@ -106,7 +106,7 @@ def measured(silo: Silo, choice: str, num_samples: int) -> Cell:
 
 
 def _strongest(audit: ExpertAudit) -> dict[str, Figure]:
-    named = {"auc": audit.auc, "tpr": audit.tpr, "copies": audit.copies}
+    named = {"auc": audit.deciding_auc, "tpr": audit.deciding_tpr, "copies": audit.copies}
     worst = {name: max(figures, key=lambda each: each.value) for name, figures in named.items()}
     return {
         name: Figure(value=each.value, low=each.low, high=each.high) for name, each in worst.items()

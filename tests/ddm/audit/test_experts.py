@@ -1,6 +1,7 @@
 """The whole measurement on experts whose memory is known: two in closed form, and trained ones as slow tests."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from ddm.audit.attacks import CALLS, AttackedExpert, names
 from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
-from ddm.audit.effort import SAMPLE_STEPS, SHARE, effort_of
+from ddm.audit.effort import NUM_ATTACKED_EXPERTS, SAMPLE_STEPS, SHARE, effort_of, share_of_training
 from ddm.audit.membership import Membership, UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings, judge
@@ -97,14 +98,20 @@ def by_attack(membership: Membership) -> Mapping[str, float]:
 
 
 def test_every_attack_sees_an_expert_that_is_its_training_images() -> None:
-    auc_by_attack = by_attack(measure_membership(scored(Memoriser(LEARNED), LEARNED, HELD)))
+    reference = scored(Population(), LEARNED, HELD)
+    membership = measure_membership(
+        scored(Memoriser(LEARNED), LEARNED, HELD), reference=reference, shadow=reference
+    )
+    auc_by_attack = by_attack(membership)
     assert min(auc_by_attack.values()) > 0.95, auc_by_attack
 
 
 def test_no_attack_sees_members_in_an_expert_that_knows_the_population_alone() -> None:
     plain = scored(Population(), normal(150, 2), normal(150, 3))
     assert sides_alike(plain)
-    assert measure_membership(plain).worst.auc.value < 0.6
+    other = scored(Memoriser(normal(60, 4)), normal(150, 2), normal(150, 3))
+    membership = measure_membership(plain, reference=other, shadow=other)
+    assert membership.worst.auc.value < 0.6
 
 
 def test_samples_of_the_memoriser_are_copies_and_those_of_the_population_are_not() -> None:
@@ -121,11 +128,9 @@ def test_noise_of_an_image_does_not_depend_on_the_expert_and_so_cancels_in_the_c
     one = scored(Population(), LEARNED, HELD)
     again = scored(Population(), LEARNED, HELD)
     assert torch.equal(one.member_IA, again.member_IA) and torch.equal(one.other_IA, again.other_IA)
-    assert {
-        attack.auc.value
-        for attack in measure_membership(one, again).attacks
-        if "calibrated" in attack.name
-    } == {0.5}
+    membership = measure_membership(one, reference=again, shadow=again)
+    compared = [attack for attack in membership.attacks if "beside" in attack.name]
+    assert {attack.auc.value for attack in compared} == {0.5}
 
 
 def test_attacks_leave_the_expert_as_it_was() -> None:
@@ -137,12 +142,18 @@ def test_attacks_leave_the_expert_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [20_000, 200_000])
-def test_audit_of_a_long_training_costs_a_tenth_of_it(num_steps: int) -> None:
+def test_audit_of_a_long_training_costs_a_quarter_of_it(num_steps: int) -> None:
     recipe = settings(num_steps, batch_size=128)
     effort = effort_of(recipe, num_units=2000, max_samples=10_000, trains_reference=True)
-    cost = 3 * 128 * (effort.reference_steps + effort.control_steps)
-    cost += 3 * CALLS * 2000 * effort.images_per_unit + SAMPLE_STEPS * effort.num_samples
+    num_steps_of_audit = effort.reference_steps + effort.shadow_steps + effort.control_steps
+    cost = 3 * 128 * num_steps_of_audit
+    cost += (
+        NUM_ATTACKED_EXPERTS * CALLS * 2000 * effort.images_per_unit
+        + SAMPLE_STEPS * effort.num_samples
+    )
+    assert cost == effort.num_evaluations(recipe, 2000 * effort.images_per_unit)
     assert cost <= 1.01 * SHARE * 3 * 128 * num_steps
+    assert share_of_training(recipe, 1000) <= 1.01 * SHARE
     assert effort.num_samples >= 500 and (num_steps < 200_000 or effort.num_samples == 10_000)
 
 
@@ -190,6 +201,14 @@ def privately(num_units: int, num_steps: int) -> PrivateTraining:
     return PrivateTraining(terms, paid, torch.arange(num_units), bytes(range(32)))
 
 
+def some_members(scores: UnitScores, is_chosen_M: Tensor) -> UnitScores:
+    return replace(
+        scores,
+        member_IA=scores.member_IA[is_chosen_M],
+        member_I=scores.member_I[: int(is_chosen_M.sum())],
+    )
+
+
 def audited(
     learned: Tensor,
     held: Tensor,
@@ -206,6 +225,8 @@ def audited(
         effort.reference_steps, ema_decay=0.9, warmup_steps=effort.reference_steps // 5
     )
     reference = trained(learned[num:], short, folder / "reference")
+    forgetful = settings(effort.shadow_steps, ema_decay=0.9, warmup_steps=effort.shadow_steps // 5)
+    shadow = trained(learned[num:], forgetful, folder / "shadow", expert)
     few = learned[: effort.control_units]
     control = trained(
         few,
@@ -213,7 +234,9 @@ def audited(
         folder / "control",
         expert,
     )
-    beside = scored(reference, learned[:num], held)
+    reference_scores = scored(reference, learned[:num], held)
+    shadow_scores = scored(shadow, learned[:num], held)
+    of_few = torch.arange(num) < len(few)
     held_HK = near(held, learned)
     scale = CopyScale.of(held_HK)
     blurred = learned[:100] + 0.02 * torch.randn(
@@ -221,17 +244,15 @@ def audited(
     )
     findings = Findings(
         num_holdout=int((~duplicates(held_HK)).sum()),
-        membership=measure_membership(scored(expert, learned[:num], held), beside),
+        membership=measure_membership(
+            scored(expert, learned[:num], held), reference=reference_scores, shadow=shadow_scores
+        ),
         control=measure_membership(
             scored(control, few, held),
-            UnitScores(
-                beside.member_IA[: len(few)],
-                beside.other_IA,
-                beside.member_I[: len(few)],
-                beside.other_I,
-            ),
+            reference=some_members(reference_scores, of_few),
+            shadow=some_members(shadow_scores, of_few),
         ),
-        sides_alike=sides_alike(beside),
+        sides_alike=sides_alike(reference_scores),
         copies={
             "pixels": share_of_copies(scale, near(samples(expert, learned.shape[1:], 500), learned))
         },

@@ -60,6 +60,8 @@ def test_audit_attacks_as_many_members_as_are_held_out_and_keeps_every_figure(
     report = report_of(*audited)
     (expert,) = report.experts
     assert (report.num_holdout_units, expert.num_members, expert.num_samples) == (20, 20, 40)
+    assert len(expert.deciding_auc) == len(expert.deciding_tpr) == 2
+    assert any("beside the shadow" in figure.name for figure in expert.auc)
     assert len(expert.auc) == len(expert.tpr) > 20 and {copy.name for copy in expert.copies} == {
         "pixels",
         "features",
@@ -244,7 +246,7 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
     tiny = TinyFederation.create(tmp_path, {SILO: 200}, patients=True)
     plan_id = tiny.sign(
         recipe(
-            audit=LOOSE | {"min_holdout_units": 4},
+            audit=LOOSE | {"min_holdout_units": 10},
             partition={"kind": "silo_cluster", "min_images": 2},
             condition={"kind": "class", "num_classes": 2, "drop": 0.1},
             statistics={
@@ -260,7 +262,7 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
     terms = {
         "required": True,
         "holdout_share": 0.4,
-        "min_holdout_units": 4,
+        "min_holdout_units": 10,
         "num_samples": 20,
     } | MOST
     privacy = {"unit": "patient", "max_epsilon": 20.0, "budget_epsilon": 20.0}
@@ -272,7 +274,7 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
     assert [audit.expert_id for audit in report.experts] == [f"{SILO}-0", f"{SILO}-1"]
     measured = [audit for audit in report.experts if audit.auc]
     assert measured and all(
-        4 <= audit.num_holdout_units <= report.num_holdout_units for audit in measured
+        10 <= audit.num_holdout_units <= report.num_holdout_units for audit in measured
     )
     # the larger expert may meet every patient
     fewest = min(audit.num_holdout_units for audit in report.experts)

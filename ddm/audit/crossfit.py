@@ -1,0 +1,98 @@
+"""Chooses or combines attacks on some units and measures the choice on the others.
+
+The best of many attacks looks good by chance alone. A choice that never saw the units on which it is measured does not:
+if the expert learned neither side, the area under its ROC curve is 1/2 up to the interval of a single attack.
+"""
+
+# Shape legend: M units trained on, N units held out, A attacks.
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ddm.audit.measures import auc
+
+NUM_FOLDS = 5
+MIN_UNITS = 2 * NUM_FOLDS
+"""Of either side: with fewer, some choices would be made on too few units to mean anything."""
+FitDirection = Callable[[Tensor, Tensor], Tensor]
+"""From standardised scores of members (M, A) and of units held out (N, A) to a weight for each attack (A,)."""
+
+# Scores are cut at so many deviations: one extreme image must not decide how attacks are weighted.
+_MAX_DEVIATIONS = 8.0
+# Half the distance between these quantiles is a standard deviation where scores are normal.
+_QUANTILES = torch.tensor([0.16, 0.84], dtype=torch.float64)
+_SHRINKAGE = 0.3
+
+
+def cross_fitted_scores(
+    member_MA: Tensor, other_NA: Tensor, fit_direction: FitDirection
+) -> tuple[Tensor, Tensor]:
+    """Return scores of members (M,) and of units held out (N,), each by weights that come from other units.
+
+    Args:
+        member_MA: scores of units trained on, higher where an attack suspects it; at least `MIN_UNITS`.
+        other_NA: scores of units held out; at least `MIN_UNITS`.
+        fit_direction: weighs the attacks.
+    """
+    member_M = torch.zeros(len(member_MA), dtype=torch.float64)
+    other_N = torch.zeros(len(other_NA), dtype=torch.float64)
+    fold_M = torch.arange(len(member_MA)) % NUM_FOLDS
+    fold_N = torch.arange(len(other_NA)) % NUM_FOLDS
+    for fold in range(NUM_FOLDS):
+        is_measured_M = fold_M == fold
+        is_measured_N = fold_N == fold
+        # Scale and weights come from the units of the other folds alone.
+        scale = _Scale(other_NA[~is_measured_N])
+        fitted_member_MA = scale.standardise(member_MA[~is_measured_M])
+        fitted_other_NA = scale.standardise(other_NA[~is_measured_N])
+        weight_A = fit_direction(fitted_member_MA, fitted_other_NA)
+        # Folds are measured together, so that their scores need one scale.
+        direction_scale = _Scale((fitted_other_NA @ weight_A)[:, None])
+        measured_M = scale.standardise(member_MA[is_measured_M]) @ weight_A
+        measured_N = scale.standardise(other_NA[is_measured_N]) @ weight_A
+        member_M[is_measured_M] = direction_scale.standardise(measured_M[:, None])[:, 0]
+        other_N[is_measured_N] = direction_scale.standardise(measured_N[:, None])[:, 0]
+    return member_M, other_N
+
+
+def strongest_attack(member_MA: Tensor, other_NA: Tensor) -> Tensor:
+    """Give all the weight to the attack with the largest area under its ROC curve."""
+    areas = []
+    for column in range(member_MA.shape[1]):
+        area = auc(member_MA[:, column].contiguous(), other_NA[:, column].contiguous())
+        areas.append(area.value)
+    weight_A = torch.zeros(len(areas), dtype=torch.float64)
+    weight_A[areas.index(max(areas))] = 1.0
+    return weight_A
+
+
+def best_combination(member_MA: Tensor, other_NA: Tensor) -> Tensor:
+    """Weigh the attacks by Fisher's linear discriminant, ``C^-1 (mean of members - mean of others)``.
+
+    C is the mean of both sides' covariances, shrunk towards its diagonal, since a few hundred units estimate it badly.
+
+    Source:
+        Friedman 1989, Regularized discriminant analysis.
+    """
+    covariance_AA = (torch.cov(member_MA.T) + torch.cov(other_NA.T)) / 2
+    variance_A = covariance_AA.diagonal()
+    # An attack that says the same of all units gets a variance, and with it a weight of 0.
+    variance_A = torch.where(variance_A > 0, variance_A, 1.0)
+    shrunk_AA = (1 - _SHRINKAGE) * covariance_AA + _SHRINKAGE * torch.diag(variance_A)
+    difference_A = member_MA.mean(0) - other_NA.mean(0)
+    return torch.linalg.solve(shrunk_AA, difference_A)
+
+
+class _Scale:
+    """Centre and spread of each attack among units held out, by quantiles, which outliers do not move."""
+
+    def __init__(self, other_NA: Tensor) -> None:
+        low_A, high_A = torch.quantile(other_NA, _QUANTILES, dim=0)
+        self._centre_A = other_NA.median(0).values
+        self._spread_A = torch.where(high_A > low_A, (high_A - low_A) / 2, 1.0)
+
+    def standardise(self, score_UA: Tensor) -> Tensor:
+        """Return the scores in deviations from the centre, cut at `_MAX_DEVIATIONS`."""
+        deviation_UA = (score_UA - self._centre_A) / self._spread_A
+        return deviation_UA.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS)
