@@ -81,7 +81,8 @@ def best_combination(member_MA: Tensor, other_NA: Tensor) -> Tensor:
     variance_A = torch.where(variance_A > 0, variance_A, 1.0)
     shrunk_AA = (1 - _SHRINKAGE) * covariance_AA + _SHRINKAGE * torch.diag(variance_A)
     difference_A = member_MA.mean(0) - other_NA.mean(0)
-    return torch.linalg.solve(shrunk_AA, difference_A)
+    weight_A: Tensor = torch.linalg.solve(shrunk_AA, difference_A)
+    return weight_A
 
 
 class _Scale:

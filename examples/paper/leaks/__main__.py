@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ddm.system.console import say
-from examples.paper.leaks.choices import CHOICES
+from examples.paper.leaks.choices import CHOICES, MAX_IMAGES
 from examples.paper.leaks.results import Cell, write_report
 from examples.paper.leaks.site import Data, Silo, Workshop
 from examples.paper.tables.clock import ended
@@ -23,7 +23,7 @@ from silo.audit.document import ExpertAudit
 
 # Those that a silo has; the public expert sees the others. Pneumonia among chest X-rays; shoes, shirts, bags.
 PRIVATE_CLASSES = {"fashion-mnist": (5, 6, 7, 8, 9), "cxr": (1,)}
-NUM_IMAGES = (100, 300, 1000, 3000)
+NUM_IMAGES = (100, 300, 1000, MAX_IMAGES)
 
 
 def main() -> int:
@@ -46,6 +46,12 @@ def main() -> int:
     parser.add_argument("--choices", nargs="+", choices=tuple(CHOICES), default=tuple(CHOICES))
     parser.add_argument("--samples", type=int, default=2000, help="for FID; default 2000")
     parser.add_argument(
+        "--shadows",
+        type=int,
+        default=2,
+        help="that an outsider trains; default 2, 0 for no outsider",
+    )
+    parser.add_argument(
         "--scale", type=float, default=1.0, help="share of all training steps; default 1"
     )
     parser.add_argument("--threads", type=int, default=1)
@@ -65,12 +71,13 @@ def run(asked: argparse.Namespace, command: str) -> None:
     base = workshop.base
     of_base = workshop.judge(workshop.public_expert, base.folder / base.file.path, asked.samples)
     kept, cells = Kept(asked.out / "cells"), list[Cell]()
-    for num in sorted({min(num, len(data.learned)) for num in asked.images}):
+    for num in sorted({min(num, len(data.learned), MAX_IMAGES) for num in asked.images}):
         for choice in asked.choices:
-            key = (asked.dataset, choice, num, asked.scale, asked.samples)
+            key = (asked.dataset, choice, num, asked.scale, asked.samples, asked.shadows)
             cell = kept.read(key, Cell)
             if cell is None:
-                cell = measured(Silo(workshop, CHOICES[choice], num), choice, asked.samples)
+                silo = Silo(workshop, CHOICES[choice], num)
+                cell = measured(silo, choice, asked.samples, asked.shadows)
                 kept.write(key, cell)
             cells.append(cell)
             say(
@@ -81,21 +88,30 @@ def run(asked: argparse.Namespace, command: str) -> None:
     say(f"Written: {asked.out / 'README.md'}")
 
 
-def measured(silo: Silo, choice: str, num_samples: int) -> Cell:
+def measured(silo: Silo, choice: str, num_samples: int, num_shadows: int) -> Cell:
     """Train, audit and judge one expert."""
     training_s = silo.train()
     started = time.monotonic()
     audit = silo.audit()
     audit_s = time.monotonic() - started
     paid = silo.expert.paid
+    figures = _strongest(audit)
+    for name, estimate in silo.judge(num_samples).items():
+        figures[name] = Figure.of(estimate)
+    successes = silo.attack(num_shadows)
+    if successes:
+        # The attacker's best figures, chosen afterwards: if anything, too high.
+        best_auc = max(success.auc for success in successes)
+        best_tpr = max(success.tpr for success in successes)
+        figures["outsider_auc"] = Figure(value=best_auc, low=None, high=None)
+        figures["outsider_tpr"] = Figure(value=best_tpr, low=None, high=None)
     return Cell(
         choice=choice,
         images=silo.num,
         steps=silo.expert.plan.expert.training.num_steps,
         verdict=audit.verdict,
         reason=audit.reason,
-        figures=_strongest(audit)
-        | {name: Figure.of(each) for name, each in silo.judge(num_samples).items()},
+        figures=figures,
         noise_multiplier=paid.noise_multiplier if paid else None,
         training_s=training_s,
         audit_s=audit_s,

@@ -6,6 +6,8 @@ from ddm.protocol.plan import Plan
 from examples.paper.plan import plan_for
 
 HELD_OUT = 300
+MAX_IMAGES = 3000
+"""That a silo learns; others are left to an attacker from outside."""
 DELTA = 1e-5
 _PATCHES = 4  # along either side, whatever the resolution: 16 tokens
 _DRAWS = 2
@@ -64,8 +66,8 @@ def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float
         "architecture": {
             "kind": "dit",
             "patch": shape[-1] // _PATCHES,
-            "hidden": 96,
-            "depth": 4,
+            "hidden": 64,
+            "depth": 2,
             "heads": 4,
         },
         "adaptation": {"kind": "lora", "rank": 8, "alpha": 8.0}

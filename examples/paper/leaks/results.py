@@ -11,6 +11,7 @@ from examples.paper.leaks.choices import CHOICES, HELD_OUT
 from examples.paper.tables.results import Figure
 
 _SHOWN = ("auc", "tpr", "copies", "fid", "kid")
+_OF_OUTSIDER = ("outsider_auc", "outsider_tpr")
 _COLOURS = {
     "whole": "#c8553d",
     "fewer": "#e0a458",
@@ -29,7 +30,8 @@ class Cell(Model):
         steps: of training.
         verdict: of the audit.
         reason: for it.
-        figures: `auc` and `tpr` (at 1% false positives) of the strongest attack, `copies` (the larger share of near
+        figures: `auc` and `tpr` (at 1% false positives) of the audit's strongest attack, `outsider_auc` and
+            `outsider_tpr` of an outsider's where one attacked, `copies` (the larger share of near
             copies, by pixels or features), `fid` and `kid`.
         noise_multiplier: of private training.
         training_s: seconds of training.
@@ -66,12 +68,14 @@ def write_report(
         writer = csv.writer(file, lineterminator="\n")
         bounds = [f"{name}{end}" for name in _SHOWN for end in ("", "_low", "_high")]
         last = ("noise_multiplier", "training_s", "audit_s", "commit", "hardware", "utc")
-        writer.writerow(["dataset", "choice", "images", "steps", "verdict", *bounds, *last])
+        head = ["dataset", "choice", "images", "steps", "verdict", *bounds, *_OF_OUTSIDER, *last]
+        writer.writerow(head)
         for cell in cells:
             found = [cell.figures[name] for name in _SHOWN]
             values = [
                 _number(value) for each in found for value in (each.value, each.low, each.high)
             ]
+            values += [_value_of_outsider(cell, name) for name in _OF_OUTSIDER]
             ends = [_number(cell.noise_multiplier), f"{cell.training_s:.1f}", f"{cell.audit_s:.1f}"]
             about = [cell.commit, cell.hardware, cell.utc]
             writer.writerow(
@@ -92,6 +96,7 @@ def write_report(
         "trained by",
         "verdict",
         "AUC",
+        "outsider's AUC",
         "found at 1% false",
         "near copies",
         "FID",
@@ -102,7 +107,9 @@ def write_report(
             f"{cell.images:,}",
             CHOICES[cell.choice].label,
             cell.verdict,
-            *(_shown(cell.figures[name]) for name in ("auc", "tpr", "copies")),
+            _shown(cell.figures["auc"]),
+            _value_of_outsider(cell, "outsider_auc")[:5],
+            *(_shown(cell.figures[name]) for name in ("tpr", "copies")),
             _shown(cell.figures["fid"], digits=1),
             _shown(cell.figures["kid"], digits=1),
         )
@@ -130,9 +137,18 @@ def write_report(
 
 _METHOD = """One silo learns some classes of the data set; the public expert, from which LoRA starts, saw the others.
 Each expert is audited by the code that a worker runs, with {held} units held out: AUC and the share of members found
-are those of the strongest attack, near copies the larger share by pixels or by features. FID and KID are taken in the
-features of a small classifier, against test images of the silo's classes. Brackets: 95% intervals over units, samples
-and reference images, of one training each. `leaks.csv` has every figure, with times and commits."""
+are those of the strongest attack, near copies the larger share by pixels or by features. The outsider trains shadows
+of its own on other images of these classes and shares no code with the audit; its AUC is that of its best attack. FID
+and KID are taken in the features of a small classifier, against test images of the silo's classes. Brackets: 95%
+intervals over units, samples and reference images, of one training each. `leaks.csv` has every
+figure, with times and commits."""
+
+
+def _value_of_outsider(cell: Cell, name: str) -> str:
+    """Return a figure of the outsider's attack; empty where there was none."""
+    if name not in cell.figures:
+        return ""
+    return f"{cell.figures[name].value:.6f}"
 
 
 def _number(value: float | None) -> str:

@@ -5,12 +5,12 @@ jobs; only Flower and the federation's documents are left out.
 """
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddm.audit.attacks import AttackedExpert
 from ddm.audit.running import draw_samples
@@ -32,7 +32,8 @@ from ddm.training.config import Engine, TrainingSettings
 from ddm.training.job import JobFolder, TrainingResult, discard_job
 from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.planned import BaseExpert, PlannedExpert
-from examples.paper.leaks.choices import CHOICES, HELD_OUT, PUBLIC, Choice, plan_of
+from examples.paper.leaks.choices import CHOICES, HELD_OUT, MAX_IMAGES, PUBLIC, Choice, plan_of
+from examples.paper.leaks.outsider import Success, attack_as_outsider
 from examples.paper.tables.data import Part, World
 from silo.audit.document import ExpertAudit
 from silo.audit.measuring import audit_expert
@@ -168,6 +169,30 @@ class Silo:
         """Return FID and KID of the expert's samples against test images."""
         return self.workshop.judge(self.expert, self.file, num_samples)
 
+    def attack(self, num_shadows: int) -> tuple[Success, ...]:
+        """Attack the expert as an outsider does; nothing where there are too few other images to train shadows on.
+
+        Args:
+            num_shadows: trained on images that no silo of the table learns.
+        """
+        data = self.workshop.data
+        other_images = data.learned[MAX_IMAGES:]
+        if self.expert.paid or len(other_images) < self.num or not num_shadows:
+            return ()
+        shadows = []
+        for number in range(num_shadows):
+            shadow = replace(self.expert, number=1 + number)
+            random = torch.Generator().manual_seed(number)
+            row_N = torch.randperm(len(other_images), generator=random)[: self.num]
+            cohort = cohort_of(other_images[row_N])
+            path = self.folder / f"shadow-{number}" / "expert.safetensors"
+            label = f"an outsider's shadow of {self.choice.label}"
+            self.workshop.train(shadow, cohort, torch.arange(self.num), path, label)
+            shadows.append(self.workshop.open(shadow, path))
+        expert = self.workshop.open(self.expert, self.file)
+        members = self.cohort.images[: min(self.num, len(data.held))]
+        return attack_as_outsider(expert, shadows, members, data.held)
+
     def _wanted(self, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> TrainingTask:
         folder.path.mkdir(parents=True, exist_ok=True)
         return make_training_task(expert, self.cohort, chosen, folder)
@@ -253,12 +278,16 @@ class Workshop:
         write_atomic(path.with_suffix(_RESULT), result.encode())
         discard_job(folder)
 
+    def open(self, expert: PlannedExpert, file: Path) -> nn.Module:
+        """Open the weights of a trained expert."""
+        plan = expert.plan
+        weights = File.of(file.name, file)
+        return load_expert(plan.expert.architecture, plan.expert_shape, file.parent, weights)
+
     def judge(self, expert: PlannedExpert, file: Path, num_samples: int) -> dict[str, Estimate]:
         """Return FID and KID of an expert's samples against test images."""
         plan = expert.plan
-        network = load_expert(
-            plan.expert.architecture, plan.expert_shape, file.parent, File.of(file.name, file)
-        )
+        network = self.open(expert, file)
         path = path_named(plan.objective.ensemble_path)
         target = AttackedExpert(network, path, "velocity", torch.device("cpu"))
         blocks = draw_samples(
