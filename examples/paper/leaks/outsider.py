@@ -72,7 +72,7 @@ def attack_as_outsider(
 def _errors(network: nn.Module, images: Tensor) -> Tensor:
     """Return the mean squared error of the velocity at each time, over draws of noise and their negatives."""
     rows = []
-    for number, x_B in enumerate(images.split(_BLOCK_SIZE)):
+    for number, x_B in enumerate(torch.split(images, _BLOCK_SIZE)):
         # The same noise for every network.
         random = torch.Generator().manual_seed(number)
         error_BT = torch.zeros(len(x_B), len(TIMES))
@@ -91,7 +91,7 @@ def _errors(network: nn.Module, images: Tensor) -> Tensor:
 def _pia(network: nn.Module, images: Tensor) -> Tensor:
     """Return how far the noise predicted for an image differs from that predicted once this noise is added."""
     rows = []
-    for x_B in images.split(_BLOCK_SIZE):
+    for x_B in torch.split(images, _BLOCK_SIZE):
         eps_B = _predicted_noise(network, (1 - _PIA_START) * x_B, _PIA_START)
         x_t_B = (1 - _PIA_TIME) * x_B + _PIA_TIME * eps_B
         difference_B = _predicted_noise(network, x_t_B, _PIA_TIME) - eps_B

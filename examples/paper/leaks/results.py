@@ -68,8 +68,8 @@ def write_report(
         writer = csv.writer(file, lineterminator="\n")
         bounds = [f"{name}{end}" for name in _SHOWN for end in ("", "_low", "_high")]
         last = ("noise_multiplier", "training_s", "audit_s", "commit", "hardware", "utc")
-        head = ["dataset", "choice", "images", "steps", "verdict", *bounds, *_OF_OUTSIDER, *last]
-        writer.writerow(head)
+        figures = [*bounds, *_OF_OUTSIDER]
+        writer.writerow(["dataset", "choice", "images", "steps", "verdict", *figures, *last])
         for cell in cells:
             found = [cell.figures[name] for name in _SHOWN]
             values = [
