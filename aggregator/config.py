@@ -10,6 +10,7 @@ from ddm.errors import DigestError, MissingFileError, SetupError
 from ddm.io.changes import is_unfinished
 from ddm.io.files import read_bounded
 from ddm.io.settings import Settings, load_settings
+from ddm.protocol.address import Host
 from ddm.protocol.base import (
     MAX_DOCUMENT_BYTES,
     Digest,
@@ -49,7 +50,7 @@ class FederationSettings(Settings):
     """federation.toml: the federation's name, public address, transfer sizes and terms of publication."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")]
-    host: ShortText
+    host: Host
     port: Annotated[int, Field(gt=0, lt=65536)]
     # A larger shard takes more memory in every process on its way (`aggregator.monitoring.probes` has the figures).
     shard_bytes: Annotated[int, Field(ge=65536, le=128 * 1024**2)] = 64 * 1024**2

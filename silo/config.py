@@ -13,6 +13,7 @@ from ddm.images.table import ColumnName
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
+from ddm.protocol.address import Address
 from ddm.protocol.architecture import ArchitectureKind
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.protocol.classes import Classes
@@ -75,7 +76,7 @@ class SiloSettings(Settings):
     silo_id: SiloId
     data: str
     federation: str
-    address: str
+    address: Address
     root_digest: Digest
     passphrase_file: str | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] = 1

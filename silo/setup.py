@@ -61,10 +61,11 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     # The second channel decides: whoever sent the file could have replaced root and digest together.
     expected_fingerprint = parse_fingerprint(root_fingerprint)
     if fingerprint != expected_fingerprint or fingerprint != invitation.root_digest:
+        # Its fingerprint is not shown: to paste it from here would trust whoever sent the file.
         raise RootError(
             path.name,
             expected=f"a root with fingerprint {root_fingerprint}",
-            got=f"a root with {fingerprint}",
+            got="a root with another one",
         )
     # The root is verified by now and decides; an invitation that contradicts it was put together by somebody else.
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):

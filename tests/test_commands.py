@@ -176,7 +176,8 @@ def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
     site = tmp_path / "south"
     result = run(*init_words(planned, site, secret, **{"root-fingerprint": "0" * 64}))
     assert result.code == 19
-    assert fingerprint_of(planned) in result.err
+    # To paste the right one from here would trust whoever sent the invitation.
+    assert fingerprint_of(planned) not in result.err
     assert run(*init_words(planned, site, secret, **{"root-fingerprint": "short"})).code == 3
     assert run(*init_words(planned, site, secret, invitation=secret)).code == 21
     assert run(*init_words(planned, site, secret, data=tmp_path / "absent.npz")).code == 4
@@ -243,7 +244,20 @@ def test_aggregator_init_twice_overwrites_nothing_and_one_cut_short_leaves_no_ha
 
 
 @pytest.mark.parametrize(
-    "address", ["9092", "localhost", "localhost:0", "localhost:99999", "http://a:1", "[::1]:9092"]
+    "address",
+    [
+        "9092",
+        "localhost",
+        "localhost:0",
+        "localhost:99999",
+        "http://a:1",
+        "[::1]:9092",
+        "300.1.2.3:9092",
+        "1.2.3:9092",
+        "fed..example.org:9092",
+        "fed-.example.org:9092",
+        f"{'a' * 64}.example.org:9092",
+    ],
 )
 def test_aggregator_init_names_the_address_when_it_is_none(
     run: Run, secret: Path, tmp_path: Path, address: str

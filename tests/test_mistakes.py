@@ -299,6 +299,12 @@ MISTAKES = {
         "silo review",
         after=lambda w: ["silo", "review", w.north],
     ),
+    "withdrawing in a script without a word of consent": Mistake(
+        lambda w: ["silo", "withdraw", w.north, *w.secret],
+        3,
+        "Add --yes",
+        after=lambda w: ["silo", "approve", w.north, "--digest", w.digest],
+    ),
     "reviewing too late": Mistake(
         lambda w: ["silo", "review", w.south],
         3,
@@ -497,17 +503,25 @@ def test_approving_twice_changes_nothing(world: WaitingFederation) -> None:
     assert result.code == 34 and "It was sent" in result.err
 
 
+def test_right_digest_is_not_shown_when_another_one_is_approved(
+    world: WaitingFederation,
+) -> None:
+    result = typed(["silo", "approve", world.north, "--digest", "0" * 64])
+    assert result.code == 34
+    assert world.digest not in result.err
+
+
 def test_second_worker_is_told_of_the_first_and_a_lock_left_by_a_dead_one_holds_nobody(
     world: WaitingFederation,
 ) -> None:
     with locked(world.north / "private", "worker"):
-        result = typed(["silo", "withdraw", world.north, *world.secret])
+        result = typed(["silo", "withdraw", world.north, "--yes", *world.secret])
     assert result.code == 6 and "to do:" in result.err
     left = list((world.north / "private").glob("*lock*")) + list(
         (world.north / "private").glob(".*lock*")
     )
     assert left, "the file of the lock stays"
-    assert typed(["silo", "withdraw", world.north, *world.secret]).code == 0
+    assert typed(["silo", "withdraw", world.north, "--yes", *world.secret]).code == 0
 
 
 def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(

@@ -1,6 +1,5 @@
 """The commands about who belongs to a federation: `aggregator init`, `enroll` and `remove`."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ from aggregator.commands.options import (
 )
 from aggregator.config import Federation
 from ddm.errors import SetupError
+from ddm.protocol.address import split_address
 from ddm.system.console import passphrase, remembered, say
 
 if TYPE_CHECKING:
@@ -160,30 +160,26 @@ def _settings(name: str, address: str, passphrase_file: Path | None) -> "Federat
 
     from aggregator.config import FederationSettings
 
-    host, _, port = address.rpartition(":")
-    if not re.fullmatch(r"[A-Za-z0-9.-]{1,250}", host) or not re.fullmatch("[0-9]{1,5}", port):
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
         raise SetupError(
             "--address",
-            expected="HOST:PORT with a name or an IPv4 address, for example 127.0.0.1:9092",
-            got=repr(address[:100]),
-        )
+            expected="HOST:PORT: a name or an IPv4 address, and a port from 1 to 65535",
+            got=f"{ascii(address[:100])}: {error}",
+            remedy="For example 127.0.0.1:9092 on this machine alone, or aggregator.example.org:9092.",
+        ) from error
     try:
         return FederationSettings(
             name=name,
             host=host,
-            port=int(port),
+            port=port,
             # As an absolute path: later commands and the service may run in another folder.
             passphrase_file=remembered(passphrase_file),
         )
     except ValidationError as error:
-        if error.errors()[0]["loc"][0] == "name":
-            raise SetupError(
-                "--name",
-                expected="a letter a-z, then up to 40 of a-z, 0-9 and hyphens",
-                got=repr(name[:40]),
-            ) from error
         raise SetupError(
-            "--address",
-            expected="HOST:PORT with a port from 1 to 65535",
-            got=repr(address[:100]),
+            "--name",
+            expected="a letter a-z, then up to 40 of a-z, 0-9 and hyphens",
+            got=repr(name[:40]),
         ) from error

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
+from ddm.protocol.address import Address
 from ddm.protocol.base import (
     Digest,
     Document,
@@ -29,7 +30,7 @@ class Invitation(Document):
 
     format: Literal["archipelago/invitation/1"] = "archipelago/invitation/1"
     federation: ShortText
-    address: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.\-\[\]:]{1,255}:[0-9]{1,5}$")]
+    address: Address
     ca_certificate: Annotated[str, Field(max_length=16384)]
     root: Annotated[str, Field(max_length=65536)]
     root_digest: Digest

@@ -340,18 +340,30 @@ def retrain(
     say(f"Ready. The worker begins with the images: silo run {site}")
 
 
-def withdraw(site: SiteArgument, passphrase_file: PassphraseOption = None) -> None:
+def withdraw(
+    site: SiteArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    passphrase_file: PassphraseOption = None,
+) -> None:
     """Leave the present plan, in any state, or take back an accepted submission; then wait for the next plan."""
     from silo.worker.state import load_state
-    from silo.worker.withdrawal import describe_consequences, withdraw_from_plan
+    from silo.worker.withdrawal import (
+        check_withdrawable,
+        describe_consequences,
+        withdraw_from_plan,
+    )
 
     opened_site = Site(site).require()
     # The leave is signed, so that nobody else can say it in this silo's name.
     key = open_key(opened_site, passphrase_file)
-    # Read before: withdrawing replaces the state that the consequences are described from.
-    state_before = load_state(opened_site.private / "state.json")
-    state = withdraw_from_plan(opened_site, key)
-    say(f"Gave up plan {state.plan_id}. {describe_consequences(state_before)}")
+    state = load_state(opened_site.private / "state.json")
+    check_withdrawable(state)
+    say(f"Plan {state.plan_id}, state {state.state}. {describe_consequences(state)}")
+    # A second call only finishes what an earlier one decided.
+    if state.state != "withdrawn" and not yes:
+        confirm("Give the plan up?")
+    withdraw_from_plan(opened_site, key)
+    say(f"Gave up plan {state.plan_id}.")
     say(
         f"The aggregator learns of it while the site is connected: silo run {site}, which then waits for the next plan."
     )

@@ -73,8 +73,13 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
     digests = {"approval": digest, "review/draft.json": draft.digest}
     for subject, actual_digest in digests.items():
         if actual_digest != state.submission_digest:
-            expected = f"the digest of the draft that waits, {state.submission_digest}"
-            raise ApprovalError(subject, expected=expected, got=ascii(actual_digest[:80]))
+            # The right digest is not shown: to paste it from here would approve what nobody has read.
+            raise ApprovalError(
+                subject,
+                expected="the digest of the draft that waits",
+                got=ascii(actual_digest[:80]),
+                remedy=f"Read the draft again, and approve with the digest shown there: silo review {site.path}",
+            )
     _check_responsible(draft, despite_fail)
     # The log first: nothing is approved that no record names.
     DecisionLog(site).add(approval_record(draft, "person"))

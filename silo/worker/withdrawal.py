@@ -16,6 +16,25 @@ from silo.worker.approval import approval_path, review_folder
 from silo.worker.state import State, load_state, save_state, state_path, write_courier_status
 
 
+def check_withdrawable(state: State) -> str:
+    """Return the plan that can be given up in this state.
+
+    Raises:
+        ApprovalError: there is none.
+    """
+    if state.plan_id is not None and state.state not in ("waiting", "superseded"):
+        return state.plan_id
+    got = "no plan"
+    if state.plan_id is not None:
+        got = f"plan {state.plan_id}, which plan {state.successor} replaced"
+    raise ApprovalError(
+        "withdrawal",
+        expected="a plan in work, or an accepted one",
+        got=got,
+        remedy="Nothing needs to be given up. To wait for the next plan: silo run SITE.",
+    )
+
+
 def withdraw_from_plan(site: Site, key: SigningKey) -> State:
     """Give up the present plan, or take back what was sent for it; debits and draws stay in the ledger.
 
@@ -33,32 +52,23 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
     """
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
-        if state.plan_id is None or state.state in ("waiting", "superseded"):
-            got = "no plan"
-            if state.plan_id is not None:
-                got = f"plan {state.plan_id}, which plan {state.successor} replaced"
-            raise ApprovalError(
-                "withdrawal",
-                expected="a plan in work, or an accepted one",
-                got=got,
-                remedy="Nothing needs to be given up. To wait for the next plan: silo run SITE.",
-            )
+        plan_id = check_withdrawable(state)
         withdrawn = state
         if state.state != "withdrawn":
             withdrawn = state.after("withdraw")
-            DecisionLog(site).add(PlanWithdrawn(plan_id=state.plan_id, state=state.state))
+            DecisionLog(site).add(PlanWithdrawn(plan_id=plan_id, state=state.state))
         # The notice before the state: a call that is interrupted here is finished by a second one.
-        _leave_notice(site, state.plan_id, key)
+        _leave_notice(site, plan_id, key)
         # What was accepted has left; the outbox is the record of it.
         if state.state not in ("accepted", "withdrawn"):
             _empty_outbox(site, state)
         # A plan that was declined is not looked at again: it counts as one that this site has worked on.
-        site.work_folder(state.plan_id).mkdir(parents=True, exist_ok=True)
+        site.work_folder(plan_id).mkdir(parents=True, exist_ok=True)
         save_state(state_path(site.private), withdrawn)
         write_courier_status(site, withdrawn)
         from silo.worker.jobs import end_jobs  # here, since it loads torch
 
-        end_jobs(site, state.plan_id)
+        end_jobs(site, plan_id)
         approval_path(site).unlink(missing_ok=True)
         shutil.rmtree(review_folder(site), ignore_errors=True)
         return withdrawn
@@ -84,22 +94,24 @@ def _empty_outbox(site: Site, state: State) -> None:
             path.unlink()
 
 
-def describe_consequences(before: State) -> str:
-    """Say what giving up a plan in this state means."""
-    if before.state == "accepted":
+def describe_consequences(state: State) -> str:
+    """Say what it means to give up a plan in this state."""
+    if state.state == "accepted":
         return (
-            "What was accepted stays in the versions that were "
-            "published; the aggregator leaves it out of later ones."
+            "The accepted submission stays in the versions that are published already; "
+            "the aggregator leaves it out of later ones."
         )
-    if before.state == "in_outbox":
+    if state.state == "in_outbox":
         return (
-            "What has not left yet was removed from the outbox; what "
-            "has left is left out of every version from now on."
+            "What has not left yet is removed from the outbox; "
+            "what has left is left out of every later version."
         )
-    if before.state == "plan_refused":
+    if state.state == "plan_refused":
         return "Nothing was trained or drawn for it, and this site will not take it."
-    if before.state == "withdrawn":
+    if state.state == "withdrawn":
         return "It was given up before; the notice for the aggregator is written again."
-    if before.state == "refused":
-        return "What was refused is used nowhere. What its statistics cost stays in the ledger."
+    if state.state == "refused":
+        return (
+            "The refused submission is used nowhere. What its statistics cost stays in the ledger."
+        )
     return "Nothing was sent. What its statistics cost, if any were drawn, stays in the ledger."

@@ -116,7 +116,7 @@ def test_superseded_plan_costs_nothing_and_every_way_out_works_when_typed(
     end(operators, "south")
     said = operators.call("silo", "status", folder / "south")
     assert "silo approve" in said
-    assert "Nothing was sent" in operators.call("silo", "withdraw", folder / "south")
+    assert "Nothing was sent" in operators.call("silo", "withdraw", folder / "south", "--yes")
     assert "gave the plan up" in operators.call("silo", "status", folder / "south")
     operators.serve("south", "silo", "run", folder / "south")
     digest = silo_status(operators, "north")["submission_digest"]

@@ -246,7 +246,7 @@ CASES = {
         CommandCase(
             "silo withdraw",
             "waiting",
-            ("silo", "withdraw", "{at}/north", *_KEYS),
+            ("silo", "withdraw", "{at}/north", "--yes", *_KEYS),
             same=("north/private/ledger.jsonl", "north/private/state.json"),
             instead={34: ("silo", "status", _NORTH)},
             checks=(_DECISIONS,),
