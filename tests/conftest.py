@@ -1,5 +1,6 @@
 """What tests share: a published tiny release, made once a session and copied where a test changes it."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,10 +16,16 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.browser import browser, one_browser  # noqa: F401, fixtures for every test
 from tests.support.federation import TinyFederation
 from tests.support.submissions import SILO, Arrival, arrive
+from tests.support.temporary import MEMORY, has_room_for_tests, make_once
 from tests.support.threads import THREADS
 
 # What tests start computes with as many threads; two runs of OpenMP on one processor spend most of it waiting.
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+# Tests write and copy some hundred thousand small files, which takes a third of the processor time in memory.
+if has_room_for_tests(MEMORY):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+# Nothing that is imported is ever garbage; a hundred modules of tests make the collector look for it again and again.
+gc.disable()
 # where others run beside it a test takes longer
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
@@ -60,6 +67,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
     return FileByFile(config, log)
 
 
+def pytest_collection_finish() -> None:
+    """From now on, look for garbage among what tests make, and not among what was imported for them."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no process waits for it at the end."""
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in FEDERATIONS)
@@ -98,12 +111,22 @@ class PublishedRelease:
 
 
 @pytest.fixture(scope="session")
-def published_once(tmp_path_factory: pytest.TempPathFactory) -> PublishedRelease:
-    """The session's release; tests read it and never change it."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny = TinyFederation.create(folder, {"east": 60, "north": 120})
-    plan_id = tiny.complete(folder / "release")
-    return PublishedRelease(folder / "release", tiny.root, plan_id, tiny)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The folder of this run, which the processes that tests are dealt to share."""
+    own_folder = tmp_path_factory.getbasetemp()
+    return own_folder if worker_id == "master" else own_folder.parent
+
+
+@pytest.fixture(scope="session")
+def published_once(shared_folder: Path) -> PublishedRelease:
+    """The run's release; tests read it and never change it."""
+
+    def make(folder: Path) -> None:
+        tiny = TinyFederation.create(folder, {"east": 60, "north": 120})
+        tiny.complete(folder / "release")
+
+    tiny = TinyFederation.open(make_once(shared_folder / "published_once", make))
+    return PublishedRelease(tiny.path / "release", tiny.root, tiny.current_plan_id(), tiny)
 
 
 @pytest.fixture
@@ -117,20 +140,23 @@ Planned = tuple[TinyFederation, str]
 
 
 @pytest.fixture(scope="session")
-def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned_once(shared_folder: Path) -> Planned:
     """A federation of two silos whose plan has reached the inbox of one, and the plan's id; tests never change it."""
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("planned"), {SILO: 40, "south": 30})
-    plan_id = tiny.sign()
-    tiny.deliver_plan(SILO, plan_id)
-    return tiny, plan_id
+
+    def make(folder: Path) -> None:
+        tiny = TinyFederation.create(folder, {SILO: 40, "south": 30})
+        tiny.deliver_plan(SILO, tiny.sign())
+
+    tiny = TinyFederation.open(make_once(shared_folder / "planned_once", make))
+    return tiny, tiny.current_plan_id()
 
 
 @pytest.fixture(scope="session")
-def sent_once(planned_once: Planned, tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def sent_once(planned_once: Planned, shared_folder: Path) -> Planned:
     """The same, with that silo's submission in its outbox; nothing was taken in."""
-    tiny = planned_once[0].copy(tmp_path_factory.mktemp("sent") / "copy")
-    tiny.work(SILO)
-    return tiny, planned_once[1]
+    planned, plan_id = planned_once
+    folder = make_once(shared_folder / "sent_once", lambda folder: planned.copy(folder).work(SILO))
+    return TinyFederation.open(folder), plan_id
 
 
 @pytest.fixture

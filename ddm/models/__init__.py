@@ -149,12 +149,13 @@ def training_flops(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    _, training_step = count_flops(architecture, shape, condition)
+    _, training_step = count_flops(architecture, tuple(shape), condition)
     return training_step * num_images_seen
 
 
+@lru_cache(maxsize=32)
 def count_flops(
-    architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()
+    architecture: Architecture, shape: Shape, condition: Condition = NoCondition()
 ) -> tuple[int, int]:
     """Return the operations of one sample: of evaluating it, and of evaluation and gradient together.
 

@@ -30,8 +30,12 @@ class TimeEmbedding(nn.Module):
     def __init__(self, hidden: int, device: str | None = None) -> None:
         super().__init__()
         half = TIME_FEATURES // 2
-        frequencies = 1000.0 * torch.exp(-log(10_000.0) * torch.arange(half) / half)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        # On the meta device torch would import its compiler for it, which takes a second.
+        numbers = torch.arange(half, device="cpu")
+        frequencies = 1000.0 * torch.exp(-log(10_000.0) * numbers / half)
+        self.register_buffer(
+            "frequencies", frequencies.to(torch.get_default_device()), persistent=False
+        )
         self.mlp = nn.Sequential(
             nn.Linear(TIME_FEATURES, hidden, device=device),
             nn.SiLU(),
@@ -76,6 +80,9 @@ def check_input(x_B: Tensor, t_B: Tensor, shape: Shape) -> None:
 
 def initialise(model: nn.Module, time: TimeEmbedding, zero_layers: Sequence[nn.Linear]) -> None:
     """Initialise all linear layers (Glorot), those of the time with smaller values, and `zero_layers` with zero."""
+    if any(parameter.is_meta for parameter in time.parameters()):
+        # There is nothing to fill, and random numbers on that device make torch import its compiler, for a second.
+        return
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -127,6 +134,9 @@ def sincos_positions(rows: int, columns: int, hidden: int, grid: GridSize | None
     Source:
         For the places, Chen et al. 2024 (PixArt-sigma), arXiv 2403.04692, section 3.3.
     """
+    if torch.get_default_device().type == "meta":
+        # Only the size counts; to compute on that device makes torch import its compiler, for a second.
+        return torch.empty(rows * columns, hidden)
     quarter = hidden // 4
     frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
     # Places beyond the trained range would give features that the network has never seen.

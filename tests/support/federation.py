@@ -168,6 +168,12 @@ class TinyFederation:
         enroll_silo(self.federation, self.path / f"{silo_id}.card.json")
         self.sites[silo_id] = site
 
+    @classmethod
+    def open(cls, path: Path) -> "TinyFederation":
+        """Return the one that was made in a folder."""
+        sites = {file.parent.name: Site(file.parent) for file in sorted(path.glob("*/silo.toml"))}
+        return cls(path, Federation(path / "fed"), sites)
+
     def copy(self, folder: Path) -> "TinyFederation":
         """Return the same in another folder, which a test may change."""
         shutil.copytree(self.path, folder)
@@ -176,6 +182,11 @@ class TinyFederation:
             Federation(folder / "fed"),
             {silo_id: Site(folder / silo_id) for silo_id in self.sites},
         )
+
+    def current_plan_id(self) -> str:
+        """Return the id of the plan in force."""
+        plan, _ = self.federation.current_plan()
+        return plan.plan_id
 
     @property
     def root(self) -> Path:
