@@ -22,7 +22,7 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "audit distillation encoders ensemble errors evaluation footprint images io islands loading models "
+        "cli": "distillation encoders ensemble errors evaluation footprint images io islands loading models "
         "protocol publishing sampling system training trust",
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
         "routers training trust",

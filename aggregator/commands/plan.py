@@ -183,7 +183,7 @@ def _data_rows(plan: "Plan") -> Iterator[Row]:
 
 
 def _expert_rows(draft: "Draft") -> Iterator[Row]:
-    """Yield the number and size of the experts, and what it takes to train and to evaluate one."""
+    """Yield the number and size of the experts, and what it takes to train, evaluate and audit one."""
     plan = draft.plan
     cost = draft.cost
     training = plan.expert.training
@@ -212,6 +212,11 @@ def _expert_rows(draft: "Draft") -> Iterator[Row]:
         "training",
         f"about {human_seconds(cost.train_s)} a silo (one thread of this machine, from {source})",
     )
+    if plan.audit.required:
+        yield (
+            "leak audit",
+            f"about {human_seconds(cost.audit_s)} a silo, {cost.audit_s / cost.train_s:.0%} of the training",
+        )
 
 
 def _statistic_rows(draft: "Draft") -> Iterator[Row]:

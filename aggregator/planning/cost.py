@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ddm.audit.effort import share_of_training
 from ddm.diffusion.path import path_named
 from ddm.footprint import expert_size, training_bytes
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
@@ -46,6 +47,8 @@ class Cost:
         sampling_bytes: estimated memory of evaluating one sample, weights included.
         num_experts: the largest number of experts that a silo may have.
         train_s: seconds that training all of these would take here, one thread; of private training about.
+        audit_s: seconds that the leak audit of all of these would take here, with as many units held out as the plan
+            needs at least; 0 where the plan requires none.
         timed: whether a few training steps were measured for it; else it follows from the operations, and from the
             rate of this machine's matrix products.
     """
@@ -60,6 +63,7 @@ class Cost:
     sampling_bytes: int
     num_experts: int
     train_s: float
+    audit_s: float
     timed: bool
 
 
@@ -83,6 +87,10 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
         expert_s = time_training(plan, seen)
     else:
         expert_s = step_flops * training.num_steps / _matrix_product_rate()
+    audit_s = 0.0
+    if plan.audit.required:
+        # The audit's own trainings are plain ones, also where the expert's is private.
+        audit_s = share_of_training(training, plan.audit.min_holdout_units) * expert_s
     if plan.expert.privacy:
         expert_s *= estimate_private_step(plan).factor
 
@@ -99,6 +107,7 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
         sampling_bytes=size.bytes + size.forward_bytes(1),
         num_experts=num_experts,
         train_s=num_experts * expert_s,
+        audit_s=num_experts * audit_s,
         timed=timed,
     )
 

@@ -172,7 +172,6 @@ def _silo_table(opened: Release) -> str:
 
 def _describe_network(plan: Plan) -> str:
     """Return the size of an expert's network, and what it takes to evaluate and to train."""
-    from ddm.audit.effort import share_of_training
     from ddm.footprint import expert_size, training_bytes
     from ddm.models import count_flops
 
@@ -180,17 +179,10 @@ def _describe_network(plan: Plan) -> str:
     batch = plan.expert.training.batch_size
     forward, both = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
     memory = human_bytes(size.bytes + size.forward_bytes(1))
-    lines = (
+    return (
         f"  an expert: {size.parameters:,} parameters, {human_flops(forward)} and {memory} to evaluate one image,"
         f"\n  {human_flops(both)} to train on one, {human_bytes(training_bytes(plan))} in batches of {batch} (float32)"
     )
-    if plan.audit.required:
-        share = share_of_training(plan.expert.training, plan.audit.min_holdout_units)
-        lines += (
-            f"\n  its leak audit: {share:.0%} of the operations of its training, at a silo that holds"
-            f" {plan.audit.min_holdout_units} images out"
-        )
-    return lines
 
 
 def _say_standings(opened: Release) -> None:

@@ -17,8 +17,8 @@ class Audit(Model):
         required: whether the audit must pass, or be waived.
         min_holdout_units: fewest held-out units with which the audit is conclusive.
         max_near_copy_rate: largest share of samples that are nearly copies of a training image.
-        max_mia_auc: largest area under the curve of any membership attack.
-        max_mia_tpr: largest share of members that any attack finds at 1% false positives; a document leaves out 0.1.
+        max_mia_auc: largest area under the curve of the membership attacks that decide.
+        max_mia_tpr: largest share of members that these find at 1% false positives; a document leaves out 0.1.
     """
 
     required: bool

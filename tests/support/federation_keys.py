@@ -152,7 +152,14 @@ class KeyedFederation:
         network = {"expert_bytes": 4, "parameters": 1, "forward_flops": 1, "training_flops": 3}
         memory = {"training_bytes": 24, "sampling_bytes": 8}
         cost = Cost(
-            t_release=None, epsilon=1.0, num_experts=1, train_s=1.0, timed=True, **network, **memory
+            t_release=None,
+            epsilon=1.0,
+            num_experts=1,
+            train_s=1.0,
+            audit_s=0.25,
+            timed=True,
+            **network,
+            **memory,
         )
         return Draft(plan, folder, PublicImages(few, few), cost)
 

@@ -135,6 +135,21 @@ def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
         recipe(transform={"slices": {"count": 3}})
 
 
+def test_shown_costs_name_the_leak_audit_and_its_share_of_the_training(
+    published_once: PublishedRelease, tmp_path: Path
+) -> None:
+    changes = recipe().model_dump(mode="json")
+    expert = changes["expert"]
+    expert["training"] |= {"num_steps": 100_000, "checkpoint_steps": 1000}
+    audit = {"required": True, "min_holdout_units": 300}
+    long_training = shown(published_once.tiny, tmp_path / "long", expert=expert, audit=audit)
+    (row,) = re.findall(r"leak audit +about .* a silo, (\d+)% of the training", long_training)
+    # Batches of 8: what gives a verdict at all is more than a tenth, and the rest is kept within a quarter.
+    assert 10 < int(row) <= 25
+    unaudited = shown(published_once.tiny, tmp_path / "none", audit={"required": False})
+    assert "leak audit" not in unaudited
+
+
 def test_shown_costs_of_private_training_name_noise_chance_and_time_of_a_step(
     published_once: PublishedRelease, tmp_path: Path
 ) -> None:
