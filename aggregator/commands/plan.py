@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aggregator.planning.carrying import CarriedExperts
+    from aggregator.planning.cost import Cost
     from aggregator.planning.draft import Draft
     from ddm.protocol.architecture import ClassCondition, TextCondition
     from ddm.protocol.plan import Plan
@@ -63,11 +64,13 @@ def plan(
 
     from aggregator.planning.carrying import choose_carried
     from aggregator.planning.columns import read_columns
+    from aggregator.planning.cost import estimate_cost
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import check_signable, sign_plan
     from ddm.images.samples import open_image_set
     from ddm.io.settings import load_settings, settings_error
+    from ddm.planning.networks import open_networks, open_networks_beside
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
@@ -80,7 +83,9 @@ def plan(
     if public is None:
         # `_check_source_options` has seen to it that --carry is there.
         source = choose_carried(federation, carry or "", replace or ())
+        networks = open_networks_beside(chosen, source.plan.expert_shape)
     else:
+        networks = open_networks(chosen)
         image_set = open_image_set(public, chosen.data, chosen.transform, subject="public images")
         source = image_set.read()
         columns = read_columns(image_set, chosen)
@@ -94,12 +99,19 @@ def plan(
         try:
             with progress("Encoding public images") as on_progress:
                 draft = draft_plan(
-                    federation, chosen, source, Path(scratch), on_progress, columns=columns
+                    federation,
+                    chosen,
+                    networks,
+                    source,
+                    Path(scratch),
+                    on_progress,
+                    columns=columns,
                 )
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise settings_error(recipe, error) from error
-        say(describe_draft(draft))
+        cost = estimate_cost(draft.plan, draft.sketch, draft.images.seen)
+        say(describe_draft(draft, cost))
         if not yes:
             confirm("Sign this plan?", refused="Not signed.")
         missing = sign_plan(federation, draft, secret)
@@ -137,13 +149,13 @@ Row = tuple[str, str]
 """What is described, and its value."""
 
 
-def describe_draft(draft: "Draft") -> str:
+def describe_draft(draft: "Draft", cost: "Cost") -> str:
     """Return what the operator is shown before a plan is signed."""
     rows = [
         *_silo_rows(draft.plan),
         *_data_rows(draft.plan),
-        *_expert_rows(draft),
-        *_statistic_rows(draft),
+        *_expert_rows(draft, cost),
+        *_statistic_rows(draft.plan, cost),
         *_weight_rows(draft.plan),
         ("valid until", draft.plan.expires_at.isoformat()),
     ]
@@ -182,12 +194,11 @@ def _data_rows(plan: "Plan") -> Iterator[Row]:
         yield "condition", _condition(plan.condition)
 
 
-def _expert_rows(draft: "Draft") -> Iterator[Row]:
+def _expert_rows(draft: "Draft", cost: "Cost") -> Iterator[Row]:
     """Yield the number and size of the experts, and what it takes to train, evaluate and audit one."""
     plan = draft.plan
-    cost = draft.cost
     training = plan.expert.training
-    yield "experts a silo", _num_experts(draft)
+    yield "experts a silo", _num_experts(draft, cost)
     yield "an expert", f"{plan.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}"
     rate = f"rate {training.learning_rate:.2g} ({training.schedule})"
     yield (
@@ -219,11 +230,11 @@ def _expert_rows(draft: "Draft") -> Iterator[Row]:
         )
 
 
-def _statistic_rows(draft: "Draft") -> Iterator[Row]:
+def _statistic_rows(plan: "Plan", cost: "Cost") -> Iterator[Row]:
     """Yield what the statistics cost together, and each of them."""
     from ddm.statistics.of_plan import statistics_of
 
-    statistics = draft.plan.statistics
+    statistics = plan.statistics
     total = statistics.total
     relation = statistics.relation.replace("_", "-")
     yield (
@@ -231,17 +242,17 @@ def _statistic_rows(draft: "Draft") -> Iterator[Row]:
         f"epsilon {total.epsilon:g}, delta {total.delta:g} per {statistics.unit}, {relation}",
     )
     # What the statistics cost together by composition, which is less than the sum and at most the total.
-    yield "total, composed", f"epsilon {draft.cost.epsilon:.4g} at that delta"
+    yield "total, composed", f"epsilon {cost.epsilon:.4g} at that delta"
     for kind, statistic in statistics_of(statistics).items():
         terms = statistics.terms[kind]
-        cost = f"epsilon {terms.epsilon:g}"
+        words = f"epsilon {terms.epsilon:g}"
         if terms.delta > 0:
-            cost += f", delta {terms.delta:g}"
-        cost += f", {statistic.size_in_words()}"
+            words += f", delta {terms.delta:g}"
+        words += f", {statistic.size_in_words()}"
         # Sketches leave with noise up to this t, which follows from their epsilon.
         if kind == "sketch":
-            cost += f", t {draft.cost.t_release:.3f}"
-        yield f"  {statistic.name}", cost
+            words += f", t {cost.t_release:.3f}"
+        yield f"  {statistic.name}", words
 
 
 def _weight_rows(plan: "Plan") -> Iterator[Row]:
@@ -304,11 +315,11 @@ def _condition(condition: "ClassCondition | TextCondition") -> str:
     return f"a text, by {encoder}: {tokens}; not in the bundle"
 
 
-def _num_experts(draft: "Draft") -> str:
+def _num_experts(draft: "Draft", cost: "Cost") -> str:
     match draft.plan.partition.kind:
         case "silo":
             return "1"
         case "silo_cluster":
-            return f"at most {draft.cost.num_experts}, one a coarse cluster"
+            return f"at most {cost.num_experts}, one a coarse cluster"
         case "random":
-            return f"at most {draft.cost.num_experts}, on random shares, as a control"
+            return f"at most {cost.num_experts}, on random shares, as a control"

@@ -12,12 +12,14 @@ from typing import Any
 from aggregator.config import Federation
 from aggregator.intake.examination import public_images
 from aggregator.intake.inventory import Inventory, take_inventory
+from aggregator.intake.public_columns import Columns, kept_columns
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.planning.recipe import Recipe
 from ddm.errors import PolicyError, SetupError
 from ddm.io.files import link_or_copy
 from ddm.loading.plan import PlanFiles
-from ddm.planning.fit import PublicImages, PublicParts, condition_of, write_base
+from ddm.planning.fit import PublicImages, PublicParts, write_base
+from ddm.planning.networks import RecipeNetworks
 from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, TimmRecipe
 from ddm.protocol.base import sha256_file
 from ddm.protocol.carried import CarriedSilo
@@ -38,6 +40,8 @@ class CarriedExperts:
         agreed: their agreed sizes.
         earlier: the plans for which these silos trained, by id.
         folder: holds the plan's `plan.json` and `plan/`.
+        images: the public images that the plan was fitted on, and those held out.
+        columns: what the plan keeps beside these images.
     """
 
     plan: Plan
@@ -45,6 +49,8 @@ class CarriedExperts:
     agreed: Mapping[str, AgreedSize]
     earlier: Mapping[str, Plan]
     folder: Path
+    images: PublicImages
+    columns: Columns
 
     def check(self, new: Plan) -> None:
         """Refuse a plan in which a carried expert would mean something else than where it was trained.
@@ -118,6 +124,8 @@ def choose_carried(
         agreed={carried.silo_id: plan.agreed[carried.silo_id] for carried in chosen},
         earlier={carried.plan_id: plan_by_id[carried.plan_id] for carried in chosen},
         folder=federation.plan_targets(plan.plan_id),
+        images=_public_images(federation, plan),
+        columns=kept_columns(federation, plan.plan_id),
     )
 
 
@@ -139,13 +147,19 @@ def _check_sizes(
 
 
 def reuse_public_parts(
-    federation: Federation, recipe: Recipe, experts: CarriedExperts, folder: Path
+    recipe: Recipe, networks: RecipeNetworks, experts: CarriedExperts, folder: Path
 ) -> PublicParts:
     """Copy encoder, centroids, sketch and autoencoder into `folder`, with the public images; nothing is fitted.
 
+    Args:
+        recipe: what the operator asks for.
+        networks: those that the recipe names beside these parts.
+        experts: what is carried over.
+        folder: where the plan's files go.
+
     Raises:
         SetupError: the recipe asks for others.
-        MissingFileError, TensorFileError: see `ddm.planning.fit.fit_public_parts`.
+        DigestError, TensorFileError: a file is not the one that the plan in force lists.
     """
     plan = experts.plan
     _check_recipe_keeps_parts(recipe, plan)
@@ -158,17 +172,15 @@ def reuse_public_parts(
     # A carried submission names the digest of its own plan: whoever verifies it needs that document.
     paths += _copy_earlier_plans(experts, folder)
 
-    images = _public_images(federation, plan)
-    condition = condition_of(recipe)
-    paths += write_base(recipe, images, condition, folder)
+    paths += write_base(recipe.expert, networks, folder)
     files = PlanFiles.load(plan, experts.folder)
     return PublicParts(
-        images=images,
+        images=experts.images,
         paths=tuple(sorted(paths)),
         encoder=plan.encoder,
         latent=plan.latent,
         num_fine=plan.clustering.num_fine,
-        condition=condition,
+        condition=networks.condition,
         sketch=files.sketch,
         network=files.encoder,
         clusters=files.clusters,

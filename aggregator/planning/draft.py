@@ -1,4 +1,4 @@
-"""Draft a plan from a recipe and public images: fit what is public, write the document, work out its cost."""
+"""Drafts a plan from a recipe and public images: fits what is public, and writes the document around it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,47 +8,72 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.config import Federation
-from aggregator.intake.public_columns import Columns, kept_columns
+from aggregator.intake.public_columns import Columns
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.membership.registry import read_cards
 from aggregator.planning.carrying import CarriedExperts, reuse_public_parts
 from aggregator.planning.columns import check_columns_kept, fitted_columns
-from aggregator.planning.continuing import check_continued, complete_expert
-from aggregator.planning.cost import Cost, estimate_cost
+from aggregator.planning.continuing import (
+    ContinuedExperts,
+    check_continued,
+    complete_expert,
+    read_continued,
+)
 from aggregator.planning.feasible import check_feasible
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.planning.document import plan_of
-from ddm.planning.fit import PublicImages, PublicParts, condition_of, divide, fit_public_parts
+from ddm.planning.fit import PublicImages, PublicParts, divide, fit_public_parts
+from ddm.planning.networks import RecipeNetworks
 from ddm.protocol.carried import CarriedSilo
 from ddm.protocol.enrolment import Card
+from ddm.protocol.learning import Adaptation
 from ddm.protocol.plan import Plan
+from ddm.routers.sketch import Sketch
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan that is ready to be signed, and what it will cost.
+    """A plan that is ready to be signed.
 
     Attributes:
         plan: the document.
         folder: holds `plan/*.safetensors` as the plan lists them.
         images: the public images that it was fitted on, and those held out.
-        cost: what it costs each silo.
+        sketch: what routers see of an image.
         columns: what a samples router learns from beside these images.
     """
 
     plan: Plan
     folder: Path
     images: PublicImages
-    cost: Cost
+    sketch: Sketch
     columns: Columns = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FederationTerms:
+    """What a plan takes from the federation's folder, read once.
+
+    Attributes:
+        name: the federation's, with which the plan's id begins.
+        receipt_key: signs receipts once the plan is in force.
+        training_cards: of the silos that train, sorted: with the rotated key where one waits.
+        continued: the experts of an earlier plan that silos train on; None where they start afresh.
+    """
+
+    name: str
+    receipt_key: str
+    training_cards: Mapping[str, Card]
+    continued: ContinuedExperts | None
 
 
 def draft_plan(
     federation: Federation,
     recipe: Recipe,
+    networks: RecipeNetworks,
     public: Tensor | CarriedExperts,
     folder: Path,
     on_progress: Progress | None = None,
@@ -60,6 +85,7 @@ def draft_plan(
     Args:
         federation: whose plan it becomes.
         recipe: what the operator asks for.
+        networks: those that the recipe names, see `ddm.planning.networks`.
         public: public images, shape (N, C, H, W); or what is carried over, with the public parts of its plan.
         folder: where the plan's files go.
         on_progress: called with images encoded and images in all, which is long with a large network.
@@ -67,34 +93,51 @@ def draft_plan(
 
     Raises:
         SetupError: no silo is enrolled, or none that trains; or see `ddm.planning.fit.fit_public_parts`.
-        ReplayError: an expert that is carried over would mean something else; names the field.
-        MissingFileError, TensorFileError, DataError: see `ddm.planning.fit.fit_public_parts`.
+        ReplayError: an expert that is carried over, or trained on, would mean something else; names the field.
+        MissingFileError: the plan whose experts are trained on is not one of this federation.
+        DataError: see `ddm.planning.fit.fit_public_parts`.
         SetupError, PolicyError: the plan could not work, see `aggregator.planning.feasible`.
     """
     carried = public if isinstance(public, CarriedExperts) else None
-    training_silos = _choose_training_silos(federation, carried)
-    # With the rotated key where one waits; the plan in force keeps the old one.
-    training_cards = cards_for_next_plan(federation, training_silos)
+    terms = read_terms(federation, recipe.expert.adaptation, carried)
     # Before anything is fitted, which may take minutes.
-    check_feasible(recipe, training_cards)
-
+    check_feasible(recipe, terms.training_cards)
     if isinstance(public, CarriedExperts):
-        columns = kept_columns(federation, public.plan.plan_id)
+        columns = public.columns
         check_columns_kept(columns, recipe)
-        parts = reuse_public_parts(federation, recipe, public, folder)
+        parts = reuse_public_parts(recipe, networks, public, folder)
     else:
         fitted_rows, _ = divide(len(public), recipe.public)
-        condition = condition_of(recipe)
-        columns = fitted_columns(columns or {}, fitted_rows, recipe, condition, training_silos)
-        parts = fit_public_parts(recipe, public, folder, on_progress)
+        columns = fitted_columns(
+            columns or {}, fitted_rows, recipe, networks.condition, terms.training_cards
+        )
+        parts = fit_public_parts(recipe, networks, public, folder, on_progress)
 
-    plan = _write_plan(federation, recipe, training_cards, carried, parts, folder)
+    plan = write_plan(recipe, terms, carried, parts, folder)
+    # Only now, since these rules compare whole plans.
     if carried is not None:
-        # Only now, since these rules compare whole plans.
         carried.check(plan)
-    check_continued(federation, plan)
-    cost = estimate_cost(plan, parts.sketch, parts.images.seen)
-    return Draft(plan, folder, parts.images, cost, columns)
+    check_continued(plan, terms.continued)
+    return Draft(plan, folder, parts.images, parts.sketch, columns)
+
+
+def read_terms(
+    federation: Federation, adaptation: Adaptation, carried: CarriedExperts | None
+) -> FederationTerms:
+    """Read what the federation's folder says about the next plan.
+
+    Raises:
+        SetupError: no silo is enrolled, or none that trains; or none has an expert that it could train on.
+        MissingFileError: the plan whose experts are trained on is not one of this federation.
+    """
+    silos = _choose_training_silos(federation, carried)
+    return FederationTerms(
+        name=federation.settings().name,
+        receipt_key=str(next_receipts_key(federation)),
+        # The plan in force keeps the old keys.
+        training_cards=cards_for_next_plan(federation, silos),
+        continued=read_continued(federation, adaptation, silos),
+    )
 
 
 def _choose_training_silos(
@@ -122,17 +165,15 @@ def _choose_training_silos(
     return tuple(sorted(silos))
 
 
-def _write_plan(
-    federation: Federation,
+def write_plan(
     recipe: Recipe,
-    training_cards: Mapping[str, Card],
+    terms: FederationTerms,
     carried: CarriedExperts | None,
     parts: PublicParts,
     folder: Path,
 ) -> Plan:
-    """Write the plan: what the recipe and the cards state, and what was fitted."""
-    silos = tuple(training_cards)
-    agreed = {silo_id: card.agreed for silo_id, card in training_cards.items()}
+    """Return the plan: what the recipe and the cards state, and what was fitted."""
+    agreed = {silo_id: card.agreed for silo_id, card in terms.training_cards.items()}
     carried_silos: tuple[CarriedSilo, ...] = ()
     if carried is not None:
         carried_silos = carried.carried
@@ -143,11 +184,11 @@ def _write_plan(
         recipe,
         parts,
         folder,
-        name=federation.settings().name,
+        name=terms.name,
         valid_for=timedelta(days=recipe.valid_days),
-        silos=silos,
+        silos=tuple(terms.training_cards),
         carried=carried_silos,
         agreed=agreed,
-        receipt_key=str(next_receipts_key(federation)),
-        expert=complete_expert(federation, recipe, expert_shape, silos),
+        receipt_key=terms.receipt_key,
+        expert=complete_expert(recipe.expert, terms.continued, expert_shape),
     )

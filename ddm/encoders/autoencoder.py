@@ -290,15 +290,27 @@ def open_latent(
         case AutoencoderKlLatent(path=path, scale=scale):
             return _open(folder / path, spec, shape, scale, max_bytes, digest)
         case DiffusersKlLatent(path=path):
-            # Imported late: diffusers takes seconds, and most plans do without.
-            from ddm.encoders.public_autoencoder import load_public_autoencoder
-
-            net = load_public_autoencoder(
-                folder / path, spec, shape, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest
-            )
-            return AutoencoderKl(net, spec, shape)
+            return open_published(folder / path, spec, shape, max_bytes=max_bytes, digest=digest)
         case _:
             assert_never(spec)
+
+
+def open_published(
+    path: Path,
+    spec: DiffusersKlLatent,
+    shape: tuple[int, ...],
+    *,
+    max_bytes: int,
+    digest: str | None,
+) -> AutoencoderKl:
+    """Open a published autoencoder; see `ddm.encoders.public_autoencoder.load_public_autoencoder`."""
+    # Imported late: diffusers takes seconds, and most plans do without.
+    from ddm.encoders.public_autoencoder import load_public_autoencoder
+
+    net = load_public_autoencoder(
+        path, spec, shape, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest
+    )
+    return AutoencoderKl(net, spec, shape)
 
 
 def open_weights(path: Path, size: AutoencoderSize, shape: tuple[int, ...]) -> AutoencoderKl:

@@ -26,6 +26,7 @@ from ddm.islands.recipe import IslandsRecipe
 from ddm.models import network_size
 from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicParts, divide, fit_public_parts
+from ddm.planning.networks import open_networks
 from ddm.planning.recipe import TextRecipe
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.protocol.enrolment import AgreedSize
@@ -147,7 +148,10 @@ def split(
         # Images and keys: nobody else on the machine may read them.
         private_folder(staged)
         fitted_rows = _choose_fitted(len(dataset.images), recipe)
-        parts = fit_public_parts(recipe, dataset.images[fitted_rows], islands.bundle, on_progress)
+        networks = open_networks(recipe)
+        parts = fit_public_parts(
+            recipe, networks, dataset.images[fitted_rows], islands.bundle, on_progress
+        )
         fine_N = _assign_fine(dataset.images, parts, on_progress)
         division = column_division or _divide_by_recipe(recipe, parts, fine_N, by, num_islands)
         _check_sizes(division, recipe)

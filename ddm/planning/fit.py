@@ -1,8 +1,6 @@
 """Fit what a plan makes public: the encoder, the latents, the clusters and the sketch, all from public images."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
@@ -11,33 +9,26 @@ import torch
 from torch import Tensor
 
 from ddm.encoders import Encoder, HogEncoder, PcaEncoder, Progress
-from ddm.encoders.autoencoder import Identity, Latent, open_latent, open_weights, spread
-from ddm.errors import ArchipelagoError, DataError, MissingFileError, SetupError, ShapeError
-from ddm.io.files import replacing, require_file
-from ddm.io.tensors import load_tensors, save_tensors
+from ddm.encoders.autoencoder import Identity, Latent, spread
+from ddm.errors import DataError, DigestError
+from ddm.io.files import replacing
+from ddm.io.tensors import save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
-from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.clustering import Clusters, fit_clustering
-from ddm.planning.recipe import (
-    AutoencoderKlRecipe,
-    DiffusersKlRecipe,
-    HogRecipe,
-    PcaRecipe,
-    PublicRecipe,
-    SharedRecipe,
-    TextRecipe,
-    TimmRecipe,
+from ddm.planning.networks import (
+    OpenedEncoder,
+    OwnAutoencoder,
+    PublishedAutoencoder,
+    RecipeNetworks,
+    name_recipe_field,
 )
+from ddm.planning.recipe import HogRecipe, PcaRecipe, PublicRecipe, SharedRecipe, TimmRecipe
 from ddm.protocol.architecture import Condition
+from ddm.protocol.base import sha256_file
 from ddm.protocol.encoder import Encoder as EncoderSpec
 from ddm.protocol.encoder import HogEncoderSpec, PcaEncoderSpec
-from ddm.protocol.latent import (
-    AUTOENCODER_PATH,
-    Autoencoder,
-    AutoencoderKlLatent,
-    AutoencoderSize,
-    IdentityLatent,
-)
+from ddm.protocol.latent import AUTOENCODER_PATH, Autoencoder, IdentityLatent
+from ddm.protocol.learning import Expert
 from ddm.routers.sketch import Sketch
 
 MIN_HELD_OUT = 20  # public images that judge and calibrate the routers
@@ -93,49 +84,49 @@ class PublicParts:
 
 
 @dataclass(frozen=True)
-class _LatentPart:
+class _FittedLatent:
     """The space that experts work in.
 
     Attributes:
-        latent: encodes images.
+        network: encodes images.
         spec: how the plan describes it.
         latents: of the images fitted on and of those held out; None where experts see the images themselves.
     """
 
-    latent: Latent
+    network: Latent
     spec: IdentityLatent | Autoencoder
     latents: tuple[Tensor, Tensor] | None
 
 
 def fit_public_parts(
-    recipe: SharedRecipe, public: Tensor, folder: Path, on_progress: Progress | None = None
+    recipe: SharedRecipe,
+    networks: RecipeNetworks,
+    public: Tensor,
+    folder: Path,
+    on_progress: Progress | None = None,
 ) -> PublicParts:
     """Fit the public parts of a plan and write them into `folder`.
 
     Args:
         recipe: what the operator asks for.
+        networks: those that the recipe names, see `open_networks`.
         public: public images, shape (N, C, H, W).
         folder: where the plan's files go.
         on_progress: called with images encoded and images in all, which is long with a large network.
 
     Raises:
-        MissingFileError: a file of weights that the recipe names is not there.
-        SetupError: the folder of the text encoder, or of the autoencoder, that the recipe names holds none; or a
-            network of the recipe fails on these images, by the field that names it.
-        TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
+        SetupError: the encoder of the recipe fails on these images, by the field that names it.
         DataError: too few public images for the recipe.
     """
     fitted_rows, holdout_rows = divide(len(public), recipe.public)
     fitted = public[fitted_rows]
     holdout = public[holdout_rows]
-    # Files and folders that the recipe names are opened before the long part, the encoding of images.
-    condition = condition_of(recipe)
-    encoder, encoder_spec = _open_encoder(recipe, fitted)
-    part = _encode_latents(recipe, fitted, holdout, folder, on_progress)
-    images = PublicImages(fitted, holdout, part.latents)
+    encoder = networks.encoder or _fit_encoder(recipe, fitted)
+    latent = _fit_latent(networks, fitted, holdout, on_progress)
+    images = PublicImages(fitted, holdout, latent.latents)
 
     # Clusters and sketch are public: they are fitted on public images alone, and cost no privacy.
-    features = encoder.encode(fitted, on_progress)
+    features = encoder.network.encode(fitted, on_progress)
     num_fine = recipe.clustering.fine_for(len(fitted), recipe.num_groups)
     clusters = fit_clustering(
         features,
@@ -152,29 +143,31 @@ def fit_public_parts(
         recipe.num_groups,
         released_rank=recipe.released_rank,
     )
+
     tensors_of = {
-        ENCODER_PATH: encoder.tensors(),
+        ENCODER_PATH: encoder.network.tensors(),
         CENTROIDS_PATH: clusters.tensors(),
         SKETCH_PATH: sketch.tensors(),
     }
     for path, tensors in tensors_of.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         save_tensors(folder / path, tensors)
-
-    paths = [*tensors_of, *write_base(recipe, images, condition, folder)]
-    if part.latents is not None:
-        paths.append(AUTOENCODER_PATH)
+    paths = [
+        *tensors_of,
+        *_write_autoencoder(networks, folder),
+        *write_base(recipe.expert, networks, folder),
+    ]
     return PublicParts(
         images=images,
         paths=tuple(sorted(paths)),
-        encoder=encoder_spec,
-        latent=part.spec,
+        encoder=encoder.spec,
+        latent=latent.spec,
         num_fine=num_fine,
-        condition=condition,
+        condition=networks.condition,
         sketch=sketch,
-        network=encoder,
+        network=encoder.network,
         clusters=clusters,
-        autoencoder=part.latent,
+        autoencoder=latent.network,
     )
 
 
@@ -197,147 +190,76 @@ def divide(num: int, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
     return order[num_holdout:], order[:num_holdout]
 
 
-def condition_of(recipe: SharedRecipe) -> Condition:
-    """Return what experts are conditioned on, the encoder of texts pinned by the digests of its files."""
-    condition = recipe.condition
-    if not isinstance(condition, TextRecipe):
-        return condition
-    from ddm.encoders.text import pin  # takes seconds, and most recipes do without
-
-    try:
-        return pin(Path(condition.encoder), max_tokens=condition.max_tokens, drop=condition.drop)
-    except MissingFileError:
-        raise
-    except SetupError as error:
-        subject = f"recipe, condition.encoder: {error.subject}"
-        raise SetupError(
-            subject, expected=error.expected, got=error.got, remedy=error.remedy
-        ) from error
-
-
-def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, EncoderSpec]:
-    """Fit or load the encoder, and describe it for the plan."""
+def _fit_encoder(recipe: SharedRecipe, fitted: Tensor) -> OpenedEncoder:
+    """Fit the encoder on the public images, and describe it for the plan."""
     chosen = recipe.encoder
     match chosen:
         case PcaRecipe():
-            encoder = PcaEncoder.fit(fitted, chosen.dim)
-            return encoder, PcaEncoderSpec(path=ENCODER_PATH, dim=chosen.dim)
+            pca_spec = PcaEncoderSpec(path=ENCODER_PATH, dim=chosen.dim)
+            return OpenedEncoder(PcaEncoder.fit(fitted, chosen.dim), pca_spec)
         case HogRecipe():
-            cells = chosen.cells
-            mirrored = chosen.mirrored
-            spec = HogEncoderSpec(path=ENCODER_PATH, dim=chosen.dim, cells=cells, mirrored=mirrored)
-            with _network_of("encoder.cells", recipe):
-                return HogEncoder.fit(fitted, chosen.dim, cells=cells, mirrored=mirrored), spec
+            spec = HogEncoderSpec(
+                path=ENCODER_PATH, dim=chosen.dim, cells=chosen.cells, mirrored=chosen.mirrored
+            )
+            with name_recipe_field("encoder.cells", recipe.data.shape):
+                encoder = HogEncoder.fit(
+                    fitted, chosen.dim, cells=chosen.cells, mirrored=chosen.mirrored
+                )
+            return OpenedEncoder(encoder, spec)
         case TimmRecipe():
-            from ddm.encoders.timm import TimmEncoder  # takes seconds, and most recipes do without
-
-            size = chosen.image_size
-            if chosen.weights is None:
-                network = TimmEncoder.random(chosen.model, recipe.data, chosen.seed, size)
-            else:
-                weights = require_file(Path(chosen.weights), f"the weights of {chosen.model}")
-                network = TimmEncoder.from_file(chosen.model, weights, recipe.data, size)
-            return network, network.spec
+            raise ValueError("a network of timm is opened, not fitted")
         case _:
             assert_never(chosen)
 
 
-def _encode_latents(
-    recipe: SharedRecipe,
-    fitted: Tensor,
-    holdout: Tensor,
-    folder: Path,
-    on_progress: Progress | None,
-) -> _LatentPart:
-    """Open the autoencoder if there is one, encode all images, and write its weights where the plan has them."""
-    chosen = recipe.latent
-    match chosen:
-        case IdentityLatent():
-            return _LatentPart(Identity(), chosen, None)
-        case DiffusersKlRecipe():
-            published, spec = _open_published(chosen, recipe, fitted, folder)
-            fitted_latents = published.encode(fitted, on_progress)
-            holdout_latents = published.encode(holdout, on_progress)
-            return _LatentPart(published, spec, (fitted_latents, holdout_latents))
-        case AutoencoderKlRecipe():
-            weights = require_file(Path(chosen.weights), "the weights of the autoencoder")
-            with _network_of("latent", recipe):
-                autoencoder = open_weights(weights, chosen, recipe.data.shape)
-                # One image first, so that a network that does not fit fails before all images are encoded.
-                autoencoder.alone().encode(fitted[:1])
-            fitted_latents = autoencoder.encode(fitted, on_progress)
-            holdout_latents = autoencoder.encode(holdout, on_progress)
-            # Experts see latents as wide as the noise: divided by their spread on the images that the plan is
-            # fitted on. A published autoencoder brings its own factors instead.
-            scale = spread(fitted_latents)
-            autoencoder.scale = scale
-            (folder / AUTOENCODER_PATH).parent.mkdir(parents=True, exist_ok=True)
-            save_tensors(folder / AUTOENCODER_PATH, autoencoder.tensors())
-            sizes = {name: getattr(chosen, name) for name in AutoencoderSize.model_fields}
-            latents = (fitted_latents / scale, holdout_latents / scale)
-            return _LatentPart(autoencoder, AutoencoderKlLatent(**sizes, scale=scale), latents)
-        case _:
-            assert_never(chosen)
+def _fit_latent(
+    networks: RecipeNetworks, fitted: Tensor, holdout: Tensor, on_progress: Progress | None
+) -> _FittedLatent:
+    """Encode all images as experts see them, and scale the latents where the autoencoder does not do so itself."""
+    autoencoder = networks.autoencoder
+    if autoencoder is None:
+        return _FittedLatent(Identity(), IdentityLatent(), None)
+    network = autoencoder.network
+    fitted_latents = network.encode(fitted, on_progress)
+    holdout_latents = network.encode(holdout, on_progress)
+    if isinstance(autoencoder, PublishedAutoencoder):
+        return _FittedLatent(network, autoencoder.spec, (fitted_latents, holdout_latents))
+    # Experts see latents as wide as the noise: divided by their spread on the images that the plan is fitted on.
+    scale = spread(fitted_latents)
+    network.scale = scale
+    latents = (fitted_latents / scale, holdout_latents / scale)
+    return _FittedLatent(network, autoencoder.spec(scale), latents)
 
 
-def _open_published(
-    chosen: DiffusersKlRecipe, recipe: SharedRecipe, fitted: Tensor, folder: Path
-) -> tuple[Latent, Autoencoder]:
-    """Copy a published autoencoder into the plan's folder, open it, and try it on a first image."""
-    # takes seconds, and most recipes do without
-    from ddm.encoders.public_autoencoder import describe
-
-    spec, weights = describe(Path(chosen.folder), recipe.data.shape, chosen.tile)
-    target = folder / AUTOENCODER_PATH
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as copy, weights.open("rb") as published_file:
-        shutil.copyfileobj(published_file, copy)
-    with _network_of("latent", recipe):
-        published = open_latent(spec, recipe.data.shape, None, folder)
-        published.encode(fitted[:1])
-    return published, spec
-
-
-@contextmanager
-def _network_of(field: str, recipe: SharedRecipe) -> Iterator[None]:
-    """Let the failure of a network on a first image name the field of the recipe that chose the network.
+def _write_autoencoder(networks: RecipeNetworks, folder: Path) -> list[str]:
+    """Write the autoencoder where the plan has it, if the recipe names one, and return its path in the plan.
 
     Raises:
-        SetupError: in place of a shape that does not fit, and of whatever a library raises.
+        DigestError: the file of a published one has changed since it was opened.
     """
-    shape = recipe.data.shape
-    try:
-        yield
-    except ShapeError as error:
-        raise SetupError(
-            f"recipe, {field}", expected=error.expected, got=f"data.shape {shape}"
-        ) from error
-    except (ArchipelagoError, ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit.
-    except Exception as error:
-        got = " ".join(f"one that fails, {type(error).__name__}: {error}".split())[:200]
-        raise SetupError(
-            f"recipe, {field}", expected=f"a network that takes images {shape}", got=got
-        ) from error
-
-
-def write_base(
-    recipe: SharedRecipe, images: PublicImages, condition: Condition, folder: Path
-) -> list[str]:
-    """Write the public expert that training starts from, if the recipe names one, and return its path in the plan."""
-    if not (recipe.base and recipe.expert.base):
+    autoencoder = networks.autoencoder
+    if autoencoder is None:
         return []
-    tensors = _open_base(recipe, recipe.base, images.seen, condition)
-    save_tensors(folder / recipe.expert.base, tensors)
-    return [recipe.expert.base]
+    target = folder / AUTOENCODER_PATH
+    if isinstance(autoencoder, OwnAutoencoder):
+        save_tensors(target, autoencoder.network.tensors())
+        return [AUTOENCODER_PATH]
+    with replacing(target) as copy, autoencoder.weights.open("rb") as published_file:
+        shutil.copyfileobj(published_file, copy)
+    copied_digest = sha256_file(target)
+    if copied_digest != autoencoder.digest:
+        raise DigestError(
+            "weights of the autoencoder",
+            expected=f"the file that encoded the public images, sha256 {autoencoder.digest}",
+            got=f"sha256 {copied_digest}",
+            remedy="Leave the file alone while the plan is drafted, and draft the plan again.",
+        )
+    return [AUTOENCODER_PATH]
 
 
-def _open_base(
-    recipe: SharedRecipe, weights: str, seen: Tensor, condition: Condition
-) -> dict[str, Tensor]:
-    """Load the public expert that training starts from; it must be what the recipe wants trained."""
-    path = require_file(Path(weights), "the public expert that training starts from")
-    # The operator's own file: its names, shapes and values are checked, and its size needs no bound.
-    specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), condition)
-    return load_tensors(path, specs, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT)
+def write_base(expert: Expert, networks: RecipeNetworks, folder: Path) -> list[str]:
+    """Write the public expert that training starts from, if the recipe names one, and return its path in the plan."""
+    if networks.base is None or expert.base is None:
+        return []
+    save_tensors(folder / expert.base, networks.base)
+    return [expert.base]

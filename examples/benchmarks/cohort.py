@@ -33,6 +33,7 @@ from ddm.diffusion.path import path_named
 from ddm.images.rows import select
 from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert
+from ddm.planning.networks import open_networks
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.statistics import Budget
@@ -128,7 +129,9 @@ def make_plan(folder: Path, num: int) -> None:
     (folder / "card.json").write_bytes(make_card(site, key, images=num))
     enroll_silo(federation, folder / "card.json")
     public = torch.from_numpy(latents(np.random.default_rng(1), NUM_PUBLIC))
-    plan = draft_plan(federation, recipe(), public, folder / "plan").plan
+    chosen = recipe()
+    networks = open_networks(chosen)
+    plan = draft_plan(federation, chosen, networks, public, folder / "plan").plan
     (folder / "plan.json").write_bytes(plan.encode())
 
 

@@ -18,7 +18,6 @@ import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
 from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.planning.carrying import choose_carried
-from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from ddm.distillation.start import initial_weights
 from ddm.errors import (
@@ -44,7 +43,7 @@ from ddm.trust.version_store import check_not_removed, load_removed, record_remo
 from tests.conftest import PublishedRelease
 from tests.support.commands import run_command
 from tests.support.errors import has_subject
-from tests.support.federation import PASSPHRASE, POLICY, recipe, write_policy
+from tests.support.federation import PASSPHRASE, POLICY, make_draft, recipe, write_policy
 from tests.support.publishing import publish_short_pages, receipts_key
 from tests.support.web_host import serve_folder, tuf_client
 
@@ -267,7 +266,7 @@ def test_plan_that_carries_everybody_is_refused(
     tiny = published.tiny
     carrying = choose_carried(tiny.federation, published.plan_id, [])
     with pytest.raises(SetupError, check=has_subject("plan")):
-        draft_plan(tiny.federation, recipe(), carrying, tmp_path)
+        make_draft(tiny.federation, recipe(), carrying, tmp_path)
 
 
 def test_withdrawn_silo_is_never_carried(published: PublishedRelease) -> None:
@@ -284,7 +283,7 @@ def test_plan_drafted_before_a_withdrawal_is_not_signed(
     tiny = published.tiny
     tiny.join("west", LATE, 1)
     carrying = choose_carried(tiny.federation, published.plan_id, [])
-    draft = draft_plan(tiny.federation, recipe(), carrying, tmp_path)
+    draft = make_draft(tiny.federation, recipe(), carrying, tmp_path)
     withdraw_silo(tiny.federation, "east", "asked us to", receipts_key(tiny))
     with pytest.raises(PolicyError, match="withdrawn"):
         sign_plan(tiny.federation, draft, PASSPHRASE)
@@ -318,7 +317,7 @@ def test_recipe_that_gives_carried_experts_another_meaning_is_refused_by_its_fie
     federation = grown_once.tiny.federation
     carrying = choose_carried(federation, grown_once.plan_id, ["west"])
     with pytest.raises((ReplayError, SetupError)) as refused:
-        draft_plan(federation, recipe(**CHANGES[field]), carrying, tmp_path)
+        make_draft(federation, recipe(**CHANGES[field]), carrying, tmp_path)
     assert field in str(refused.value)
 
 
@@ -329,7 +328,7 @@ def test_training_router_and_audit_may_differ(grown_once: PublishedRelease, tmp_
     other = recipe(
         expert=expert, router={"kind": "counts"}, t_distribution={"kind": "logit_normal"}
     )
-    draft = draft_plan(
+    draft = make_draft(
         federation, other, choose_carried(federation, grown_once.plan_id, ["west"]), tmp_path
     )
     assert draft.plan.expert.training.num_steps == 8
@@ -475,7 +474,7 @@ def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
     tiny, card, secret = published.tiny, tmp_path / "card.json", tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     tiny.join("west", LATE, 1)
-    draft = draft_plan(
+    draft = make_draft(
         tiny.federation,
         recipe(),
         choose_carried(tiny.federation, published.plan_id, []),

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.non_finite import replace_non_finite
@@ -51,6 +50,7 @@ from tests.support.federation import (
     TinyFederation,
     cohort,
     images,
+    make_draft,
     recipe,
     write_policy,
 )
@@ -94,7 +94,7 @@ def signed(
     """Sign a plan after `spoil` changed one of its public files."""
     made = np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)])
     public = torch.from_numpy(enlarged(made, times))
-    draft = draft_plan(tiny.federation, recipe(**(COUNTS | tables)), public, tiny.path / "scratch")
+    draft = make_draft(tiny.federation, recipe(**(COUNTS | tables)), public, tiny.path / "scratch")
     spoil(draft.folder)
     files = tuple(File.of(file.path, draft.folder / file.path) for file in draft.plan.files)
     draft = replace(draft, plan=draft.plan.model_copy(update={"files": files}))

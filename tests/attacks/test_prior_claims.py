@@ -11,7 +11,6 @@ from aggregator.cli import app as aggregator_app
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import QuarantineEntry, quarantined_submissions, read_decisions
 from aggregator.membership.registry import enroll_silo
-from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.statistics import read_statistics
@@ -32,7 +31,7 @@ from ddm.system.console import run_app
 from silo.setup import make_card
 from tests.support.dishonest_silo import DishonestSilo
 from tests.support.errors import has_subject
-from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
+from tests.support.federation import PASSPHRASE, TinyFederation, images, make_draft, recipe
 from tests.support.publishing import (
     publish_changed_manifest,
     publish_short_pages,
@@ -267,7 +266,7 @@ def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(
 
 def test_plan_drafted_before_a_card_changed_is_not_signed(tiny: TinyFederation) -> None:
     public = torch.from_numpy(images(120, 0.0, seed=90))
-    draft = draft_plan(tiny.federation, recipe(), public, tiny.path / "scratch")
+    draft = make_draft(tiny.federation, recipe(), public, tiny.path / "scratch")
     card = tiny.path / "west.card.json"
     card.write_bytes(make_card(tiny.sites["west"], tiny.key("west"), images=32))
     enroll_silo(tiny.federation, card)

@@ -10,19 +10,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.inventory import take_inventory
+from aggregator.intake.public_columns import Columns
 from aggregator.intake.service import IntakeService
 from aggregator.membership.registry import enroll_silo
-from aggregator.planning.carrying import choose_carried
-from aggregator.planning.draft import draft_plan
+from aggregator.planning.carrying import CarriedExperts, choose_carried
+from aggregator.planning.draft import Draft, draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.setup import init_federation
 from ddm.images.array_files import open_arrays
+from ddm.planning.networks import open_networks, open_networks_beside
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.protocol.receipt import Receipt
@@ -89,6 +92,22 @@ def recipe(**changes: object) -> Recipe:
     import json
 
     return Recipe.model_validate_json(json.dumps(tables | changes))
+
+
+def make_draft(
+    federation: Federation,
+    chosen: Recipe,
+    public: Tensor | CarriedExperts,
+    folder: Path,
+    *,
+    columns: Columns | None = None,
+) -> Draft:
+    """Open what a recipe names, as `aggregator plan` does, and draft its plan; nothing is signed."""
+    if isinstance(public, CarriedExperts):
+        networks = open_networks_beside(chosen, public.plan.expert_shape)
+    else:
+        networks = open_networks(chosen)
+    return draft_plan(federation, chosen, networks, public, folder, columns=columns)
 
 
 def images(num: int, centre: float, seed: int) -> np.ndarray:
@@ -200,7 +219,7 @@ class TinyFederation:
             np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)])
         )
         scratch = self.path / "scratch"
-        draft = draft_plan(self.federation, chosen, public, scratch)
+        draft = make_draft(self.federation, chosen, public, scratch)
         sign_plan(self.federation, draft, PASSPHRASE)
         shutil.rmtree(scratch)
         return draft.plan.plan_id
@@ -210,7 +229,7 @@ class TinyFederation:
         plan, _ = self.federation.current_plan()
         carrying = choose_carried(self.federation, plan.plan_id, replaced)
         with tempfile.TemporaryDirectory() as scratch:
-            draft = draft_plan(self.federation, chosen or recipe(), carrying, Path(scratch))
+            draft = make_draft(self.federation, chosen or recipe(), carrying, Path(scratch))
             sign_plan(self.federation, draft, PASSPHRASE)
         return draft.plan.plan_id
 

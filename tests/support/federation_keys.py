@@ -14,7 +14,6 @@ from aggregator.keys.ceremony import complete_change, sign_document
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import collect_key_history
 from aggregator.membership.registry import active_cards, enroll_silo, read_card
-from aggregator.planning.cost import Cost
 from aggregator.planning.draft import Draft
 from aggregator.planning.sign import sign_plan
 from aggregator.setup import init_federation
@@ -23,6 +22,7 @@ from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card, KeyRotation, RotatedCard
 from ddm.protocol.plan import Plan
 from ddm.publishing.keys import load_key
+from ddm.routers.sketch import Sketch
 from ddm.trust.drafts import Holders
 from ddm.trust.envelope import seal
 from ddm.trust.key_rotation import seal_rotation
@@ -148,20 +148,9 @@ class KeyedFederation:
             (folder / entry["path"]).write_bytes(entry["path"].encode())
             files.append(File.of(entry["path"], folder / entry["path"]).model_dump())
         plan = Plan.parse(to_bytes(document | {"files": files}), subject="plan")
-        few = torch.zeros(1, 1, 8, 8)
-        network = {"expert_bytes": 4, "parameters": 1, "forward_flops": 1, "training_flops": 3}
-        memory = {"training_bytes": 24, "sampling_bytes": 8}
-        cost = Cost(
-            t_release=None,
-            epsilon=1.0,
-            num_experts=1,
-            train_s=1.0,
-            audit_s=0.25,
-            timed=True,
-            **network,
-            **memory,
-        )
-        return Draft(plan, folder, PublicImages(few, few), cost)
+        few = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+        sketch = Sketch.fit(few, torch.zeros(4, dtype=torch.int64), rank=1, num_groups=1)
+        return Draft(plan, folder, PublicImages(few, few), sketch)
 
     def plan(self, number: int, silos: tuple[str, ...] = SILOS) -> list[str]:
         """Sign a plan."""

@@ -21,6 +21,7 @@ from ddm.io.files import write_atomic
 from ddm.io.settings import save_settings
 from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
+from ddm.planning.networks import open_networks
 from ddm.protocol.architecture import Dit
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.plan import Plan
@@ -217,7 +218,8 @@ def _images(seed: int) -> np.ndarray:
 
 def _sign(federation: Federation, architecture: Dit, scratch: Path) -> Plan:
     public = torch.from_numpy(np.concatenate([_images(seed) for seed in range(1000, 1004)]))
-    draft = draft_plan(federation, recipe(), public, scratch)
+    chosen = recipe()
+    draft = draft_plan(federation, chosen, open_networks(chosen), public, scratch)
     plan = draft.plan
     expert = plan.expert.model_copy(update={"architecture": architecture})
     limits = plan.limits.model_copy(update={"expert_bytes": expert_bytes(architecture)})

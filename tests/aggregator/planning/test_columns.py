@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from aggregator.intake.public_columns import CLASSES, SILOS, kept_columns
 from aggregator.planning.carrying import choose_carried
 from aggregator.planning.columns import names_needed, read_columns
-from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import sign_plan
 from ddm.errors import DataError, SetupError
@@ -22,7 +21,7 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
 from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
-from tests.support.federation import PASSPHRASE, images, recipe
+from tests.support.federation import PASSPHRASE, images, make_draft, recipe
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 SMALL = {"kind": "samples", "patch": 2, "hidden": 8, "depth": 1, "heads": 2, "num_steps": 1}
@@ -76,7 +75,7 @@ def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(
     columns = read_columns(open_image_set(path, chosen.data, None), chosen)
     assert names_needed(chosen) == {SILOS: "silos"} and list(columns) == [SILOS]
     public = torch.from_numpy(images(240, 0.1, seed=3))
-    draft = draft_plan(tiny.federation, chosen, public, tmp_path / "draft", columns=columns)
+    draft = make_draft(tiny.federation, chosen, public, tmp_path / "draft", columns=columns)
     rows = divide(240, chosen.public)[0].numpy()
     assert draft.columns[SILOS].tolist() == silos[rows].tolist()
     torch.testing.assert_close(draft.images.fitted, public[rows])
@@ -98,7 +97,7 @@ def test_public_images_without_the_labels_that_the_router_needs_are_refused(
         read = read_columns(
             open_image_set(public_file(tmp_path, **columns), chosen.data, None), chosen
         )
-        draft_plan(tiny.federation, chosen, public, tmp_path / "draft", columns=read)
+        make_draft(tiny.federation, chosen, public, tmp_path / "draft", columns=read)
 
     with pytest.raises(DataError):
         draft(with_labels("silo"))
@@ -109,7 +108,7 @@ def test_public_images_without_the_labels_that_the_router_needs_are_refused(
     with pytest.raises(DataError, match="whole numbers"):
         draft(with_labels("class"), labels=np.linspace(0, 1, 240))
     with pytest.raises(DataError, match="labels"):
-        draft_plan(tiny.federation, with_labels("class"), public, tmp_path / "draft")
+        make_draft(tiny.federation, with_labels("class"), public, tmp_path / "draft")
     draft(with_labels("class"), labels=np.arange(240) % 2)
     draft(with_labels("group"))
 
@@ -120,9 +119,9 @@ def test_router_of_a_plan_that_carries_experts_needs_the_labels_of_the_plan_in_f
     tiny = published.tiny
     carrying = choose_carried(tiny.federation, published.plan_id, [sorted(tiny.sites)[0]])
     with pytest.raises(SetupError, match="labels"):
-        draft_plan(tiny.federation, with_labels("class"), carrying, tmp_path)
+        make_draft(tiny.federation, with_labels("class"), carrying, tmp_path)
     with pytest.raises(SetupError, match="silos"):
-        draft_plan(tiny.federation, with_labels("silo"), carrying, tmp_path)
+        make_draft(tiny.federation, with_labels("silo"), carrying, tmp_path)
 
 
 def test_classes_are_kept_by_their_own_name() -> None:

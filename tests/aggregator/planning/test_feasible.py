@@ -18,7 +18,7 @@ from ddm.protocol.base import now_utc
 from ddm.protocol.enrolment import AgreedSize, Card
 from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
-from tests.support.federation import recipe
+from tests.support.federation import make_draft, recipe
 
 
 def card(silo_id: str, images: int, **policy: Any) -> Card:
@@ -145,7 +145,7 @@ def test_nothing_is_fitted_for_a_plan_that_cannot_work(
     monkeypatch.setattr(draft, "fit_public_parts", lambda *_: pytest.fail("fitted"))
     chosen = recipe(partition={"kind": "silo", "min_images": 10_000})
     with pytest.raises(SetupError, check=has_subject("recipe, partition.min_images")):
-        draft.draft_plan(published.tiny.federation, chosen, torch.zeros(240, 1, 4, 4), tmp_path)
+        make_draft(published.tiny.federation, chosen, torch.zeros(240, 1, 4, 4), tmp_path)
 
 
 def test_plan_is_not_drafted_while_the_federation_runs_or_its_plan_cannot_be_replaced(

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from aggregator.commands.plan import describe_draft
 from aggregator.intake.service import IntakeService
-from aggregator.planning.draft import draft_plan
+from aggregator.planning.cost import estimate_cost
 from aggregator.planning.recipe import Recipe
 from ddm.errors import BusyError, PolicyError
 from ddm.loading.plan import PlanFiles
@@ -29,7 +29,7 @@ from ddm.trust.verify import verify_bundle
 from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.crashes import Crash
-from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
+from tests.support.federation import PASSPHRASE, TinyFederation, images, make_draft, recipe
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 
@@ -113,7 +113,8 @@ def test_plan_that_costs_more_than_its_total_is_refused_with_both_numbers_before
 def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
     """What the operator is shown before signing."""
     public = torch.from_numpy(images(240, 0.2, seed=1))
-    return describe_draft(draft_plan(tiny.federation, recipe(**changes), public, folder))
+    draft = make_draft(tiny.federation, recipe(**changes), public, folder)
+    return describe_draft(draft, estimate_cost(draft.plan, draft.sketch, draft.images.seen))
 
 
 def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
@@ -268,7 +269,7 @@ def test_plan_with_an_encoder_of_gradients_is_shown_and_opens_as_a_silo_opens_it
         tiny, tmp_path, encoder=gradients
     )
     public = torch.from_numpy(images(120, 0.5, seed=90))
-    draft = draft_plan(tiny.federation, recipe(encoder=gradients), public, tmp_path / "draft")
+    draft = make_draft(tiny.federation, recipe(encoder=gradients), public, tmp_path / "draft")
     files = PlanFiles.load(draft.plan, tmp_path / "draft")
     torch.testing.assert_close(
         files.encoder.encode(public.flip(3)), files.encoder.encode(public), atol=1e-5, rtol=0

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from aggregator.planning.draft import draft_plan
 from ddm.encoders.timm import TimmEncoder, create_model, timm_specs
 from ddm.errors import DataError, SetupError, ShapeError, TensorFileError
 from ddm.io.tensors import load_tensors, save_tensors
@@ -18,7 +17,7 @@ from ddm.loading.plan import PlanFiles
 from ddm.planning.recipe import TimmRecipe
 from ddm.protocol.data import DataSpec
 from tests.support.errors import has_subject
-from tests.support.federation import TinyFederation, images, recipe
+from tests.support.federation import TinyFederation, images, make_draft, recipe
 
 COLOUR = DataSpec(shape=(3, 40, 56), range=(0.0, 1.0))
 GREY = DataSpec(shape=(1, 40, 56), range=(0.0, 1.0))
@@ -185,7 +184,7 @@ def test_plan_records_the_network_and_its_files_open_again(tmp_path: Path, rando
     )
     chosen = recipe(encoder={"kind": "timm", "model": "test_vit", "image_size": [32, 32]} | source)
     public = torch.from_numpy(images(80, 0.2, seed=1))
-    draft = draft_plan(tiny.federation, chosen, public, tmp_path / "draft")
+    draft = make_draft(tiny.federation, chosen, public, tmp_path / "draft")
     assert draft.plan.encoder.weights == ("random" if random else "file")  # type: ignore[union-attr]
     files = PlanFiles.load(draft.plan, tmp_path / "draft")
     features = files.encoder.encode(public)

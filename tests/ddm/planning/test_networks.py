@@ -10,7 +10,8 @@ from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
 from ddm.encoders.timm import TimmEncoder, create_model
 from ddm.errors import SetupError
 from ddm.io.tensors import save_tensors
-from ddm.planning.fit import condition_of, fit_public_parts
+from ddm.planning.fit import fit_public_parts
+from ddm.planning.networks import condition_of, open_networks
 from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderSize
 from tests.support.case import case
@@ -87,7 +88,8 @@ def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
         "latent": {"latent": autoencoder},
     }.items():
         with case(field), pytest.raises(SetupError) as caught:
-            fit_public_parts(recipe(**changes), public, tmp_path)
+            changed = recipe(**changes)
+            fit_public_parts(changed, open_networks(changed), public, tmp_path)
         assert caught.value.subject == f"recipe, {field}"
 
     fitting = AutoencoderSize(
@@ -104,7 +106,7 @@ def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
         "weights": str(tmp_path / "w.safetensors"),
     } | fitting.model_dump(mode="json")
     with pytest.raises(SetupError) as caught:
-        fit_public_parts(recipe(latent=chosen), public, tmp_path)
+        open_networks(recipe(latent=chosen))
     assert caught.value.subject == "recipe, latent"
     assert "AssertionError" in str(caught.value.got)
 

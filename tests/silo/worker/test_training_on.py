@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from ddm.errors import DigestError, MissingFileError, ReplayError, SetupError
 from ddm.io.tensors import load_tensors
@@ -26,7 +25,7 @@ from ddm.training.planned import PlannedExpert
 from silo.plan.acceptance import load_accepted
 from silo.plan.own_experts import own_experts
 from tests.conftest import PublishedRelease
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, declare, recipe
+from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, declare, make_draft, recipe
 
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
 
@@ -117,7 +116,7 @@ def resumed_once(
         np.random.default_rng(0).uniform(-1, 1, (240, 1, 8, 8)).astype(np.float32)
     )
     scratch = tiny.path / "scratch"
-    draft = draft_plan(tiny.federation, larger(published_once.plan_id), public, scratch)
+    draft = make_draft(tiny.federation, larger(published_once.plan_id), public, scratch)
     sign_plan(tiny.federation, draft, PASSPHRASE)
     tiny.deliver_plan("east", draft.plan.plan_id)
     return tiny, draft.plan.plan_id, published_once.plan_id
@@ -248,9 +247,9 @@ def test_recipe_without_an_earlier_expert_of_any_silo_is_refused(
         shutil.rmtree(tiny.federation.accepted / published.plan_id / silo_id)
     public = torch.zeros(240, 1, 8, 8).uniform_(-1, 1)
     with pytest.raises(SetupError, match="accepted submission"):
-        draft_plan(tiny.federation, larger(published.plan_id), public, tmp_path)
+        make_draft(tiny.federation, larger(published.plan_id), public, tmp_path)
     with pytest.raises(MissingFileError, match="tiny-00000000"):
-        draft_plan(tiny.federation, larger("tiny-00000000"), public, tmp_path)
+        make_draft(tiny.federation, larger("tiny-00000000"), public, tmp_path)
 
 
 def test_submission_of_a_silo_that_does_not_train_is_refused(resumed_once: Grown) -> None:

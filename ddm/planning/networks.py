@@ -1,0 +1,239 @@
+"""Opens what a recipe names on this machine: the weights of encoder, autoencoder, text encoder and public expert."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from ddm.encoders import Encoder
+from ddm.encoders.autoencoder import AutoencoderKl, open_published, open_weights
+from ddm.errors import ArchipelagoError, MissingFileError, SetupError, ShapeError
+from ddm.io.files import require_file
+from ddm.io.tensors import load_tensors
+from ddm.models import MAX_WEIGHT, expected_tensors
+from ddm.planning.recipe import (
+    AutoencoderKlRecipe,
+    DiffusersKlRecipe,
+    SharedRecipe,
+    TextRecipe,
+    TimmRecipe,
+)
+from ddm.protocol.architecture import Condition
+from ddm.protocol.base import sha256_file
+from ddm.protocol.encoder import Encoder as EncoderSpec
+from ddm.protocol.latent import (
+    AutoencoderKlLatent,
+    AutoencoderSize,
+    DiffusersKlLatent,
+    IdentityLatent,
+)
+
+
+@dataclass(frozen=True)
+class OpenedEncoder:
+    """An encoder of images whose weights are not fitted on the public images.
+
+    Attributes:
+        network: the encoder.
+        spec: how a plan describes it.
+    """
+
+    network: Encoder
+    spec: EncoderSpec
+
+
+@dataclass(frozen=True)
+class OwnAutoencoder:
+    """An autoencoder whose latents are scaled when the plan is fitted.
+
+    Attributes:
+        network: at scale 1.
+        size: what the recipe says of it.
+    """
+
+    network: AutoencoderKl
+    size: AutoencoderKlRecipe
+
+    def spec(self, scale: float) -> AutoencoderKlLatent:
+        """Return how a plan describes it at this scale."""
+        sizes = {name: getattr(self.size, name) for name in AutoencoderSize.model_fields}
+        return AutoencoderKlLatent(**sizes, scale=scale)
+
+
+@dataclass(frozen=True)
+class PublishedAutoencoder:
+    """A published autoencoder, which brings its own scale.
+
+    Attributes:
+        network: the autoencoder.
+        spec: how a plan describes it.
+        weights: the file as it was published, which becomes a file of the plan.
+        digest: sha256 of the bytes that the network was built from.
+    """
+
+    network: AutoencoderKl
+    spec: DiffusersKlLatent
+    weights: Path
+    digest: str
+
+
+@dataclass(frozen=True)
+class RecipeNetworks:
+    """The networks that a recipe names, opened and tried.
+
+    Attributes:
+        condition: what experts are conditioned on, the encoder of texts pinned by the digests of its files.
+        encoder: of images; None where it is fitted on the public images.
+        autoencoder: None where experts see the images themselves.
+        base: the tensors of the public expert that training starts from; None where it starts from random weights.
+    """
+
+    condition: Condition
+    encoder: OpenedEncoder | None
+    autoencoder: OwnAutoencoder | PublishedAutoencoder | None
+    base: dict[str, Tensor] | None
+
+
+def open_networks(recipe: SharedRecipe) -> RecipeNetworks:
+    """Open every file and folder that a recipe names, before images are read and encoded, which is the long part.
+
+    Raises:
+        MissingFileError: a file of weights that the recipe names is not there.
+        SetupError: the folder of the text encoder, or of the autoencoder, that the recipe names holds none; or a
+            network of the recipe fails on an image, by the field that names it.
+        TensorFileError: the weights of the autoencoder, or of the public expert, are not what the recipe implies.
+    """
+    condition = condition_of(recipe)
+    encoder = _open_encoder(recipe)
+    autoencoder = _open_autoencoder(recipe)
+    match autoencoder:
+        case None:
+            expert_shape = recipe.data.shape
+        case OwnAutoencoder():
+            # The scale that is fitted later has no part in the shape.
+            expert_shape = autoencoder.spec(1.0).shape(recipe.data.shape)
+        case PublishedAutoencoder():
+            expert_shape = autoencoder.spec.shape(recipe.data.shape)
+    base = _open_base(recipe, expert_shape, condition)
+    return RecipeNetworks(condition, encoder, autoencoder, base)
+
+
+def open_networks_beside(recipe: SharedRecipe, expert_shape: tuple[int, ...]) -> RecipeNetworks:
+    """Open what a recipe names beside encoder and autoencoder, which an earlier plan provides.
+
+    Args:
+        recipe: what the operator asks for.
+        expert_shape: a sample as experts see it, by the earlier plan.
+
+    Raises:
+        MissingFileError, SetupError, TensorFileError: see `open_networks`.
+    """
+    condition = condition_of(recipe)
+    base = _open_base(recipe, expert_shape, condition)
+    return RecipeNetworks(condition, encoder=None, autoencoder=None, base=base)
+
+
+def condition_of(recipe: SharedRecipe) -> Condition:
+    """Return what experts are conditioned on, the encoder of texts pinned by the digests of its files."""
+    condition = recipe.condition
+    if not isinstance(condition, TextRecipe):
+        return condition
+    from ddm.encoders.text import pin  # takes seconds, and most recipes do without
+
+    try:
+        return pin(Path(condition.encoder), max_tokens=condition.max_tokens, drop=condition.drop)
+    except MissingFileError:
+        raise
+    except SetupError as error:
+        subject = f"recipe, condition.encoder: {error.subject}"
+        raise SetupError(
+            subject, expected=error.expected, got=error.got, remedy=error.remedy
+        ) from error
+
+
+def _open_encoder(recipe: SharedRecipe) -> OpenedEncoder | None:
+    chosen = recipe.encoder
+    if not isinstance(chosen, TimmRecipe):
+        return None
+    from ddm.encoders.timm import TimmEncoder  # takes seconds, and most recipes do without
+
+    if chosen.weights is None:
+        network = TimmEncoder.random(chosen.model, recipe.data, chosen.seed, chosen.image_size)
+    else:
+        weights = require_file(Path(chosen.weights), f"the weights of {chosen.model}")
+        network = TimmEncoder.from_file(chosen.model, weights, recipe.data, chosen.image_size)
+    return OpenedEncoder(network, network.spec)
+
+
+def _open_autoencoder(recipe: SharedRecipe) -> OwnAutoencoder | PublishedAutoencoder | None:
+    chosen = recipe.latent
+    shape = recipe.data.shape
+    match chosen:
+        case IdentityLatent():
+            return None
+        case DiffusersKlRecipe():
+            return _open_published(chosen, shape)
+        case AutoencoderKlRecipe():
+            weights = require_file(Path(chosen.weights), "the weights of the autoencoder")
+            with name_recipe_field("latent", shape):
+                network = open_weights(weights, chosen, shape)
+                # One image alone, so that a network that does not fit fails before all images are encoded.
+                network.alone().encode(torch.zeros(1, *shape))
+            return OwnAutoencoder(network, chosen)
+        case _:
+            assert_never(chosen)
+
+
+def _open_published(chosen: DiffusersKlRecipe, shape: tuple[int, ...]) -> PublishedAutoencoder:
+    """Open an autoencoder in the layout of diffusers, and try it on one image."""
+    # takes seconds, and most recipes do without
+    from ddm.encoders.public_autoencoder import describe
+
+    spec, weights = describe(Path(chosen.folder), shape, chosen.tile)
+    # The plan lists a copy of this file: both must be the bytes that encode the images.
+    digest = sha256_file(weights)
+    with name_recipe_field("latent", shape):
+        network = open_published(
+            weights, spec, shape, max_bytes=weights.stat().st_size, digest=digest
+        )
+        network.encode(torch.zeros(1, *shape))
+    return PublishedAutoencoder(network, spec, weights, digest)
+
+
+def _open_base(
+    recipe: SharedRecipe, expert_shape: tuple[int, ...], condition: Condition
+) -> dict[str, Tensor] | None:
+    """Load the public expert that training starts from; it must be what the recipe wants trained."""
+    if recipe.base is None:
+        return None
+    path = require_file(Path(recipe.base), "the public expert that training starts from")
+    # The operator's own file: its names, shapes and values are checked, and its size needs no bound.
+    specs = expected_tensors(recipe.expert.architecture, expert_shape, condition)
+    return load_tensors(path, specs, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT)
+
+
+@contextmanager
+def name_recipe_field(field: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """Let the failure of a network on an image of this shape name the field of the recipe that chose the network.
+
+    Raises:
+        SetupError: in place of a shape that does not fit, and of whatever a library raises.
+    """
+    try:
+        yield
+    except ShapeError as error:
+        raise SetupError(
+            f"recipe, {field}", expected=error.expected, got=f"data.shape {shape}"
+        ) from error
+    except (ArchipelagoError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit.
+    except Exception as error:
+        got = " ".join(f"one that fails, {type(error).__name__}: {error}".split())[:200]
+        raise SetupError(
+            f"recipe, {field}", expected=f"a network that takes images {shape}", got=got
+        ) from error
