@@ -18,18 +18,17 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 from google.protobuf.message import DecodeError
-from pydantic import Field
 
 from aggregator.config import Federation
 from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
 from aggregator.transfer.dispatcher import Dispatcher, Node
+from aggregator.transfer.settings import RUN_SETTINGS_NAME, RunSettings
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
 from ddm.io.files import read_bounded
 from ddm.io.locks import locked
-from ddm.protocol.base import Model, PlanId, PositiveInt, SiloId
 from ddm.system.logs import JsonFormatter, LogOptions, PlainFormatter, send_logs
 from ddm.transport.flower import decode_reply, encode
-from ddm.transport.messages import MAX_WAIT_S, Envelope, Reply, Request
+from ddm.transport.messages import Envelope, Reply, Request
 
 FEDERATION_VARIABLE = "ARCHIPELAGO_FEDERATION"
 LOCK_NAME = "serverapp"
@@ -50,18 +49,6 @@ _MALFORMED_ERRORS = (
     MemoryError,
 )
 _log = logging.getLogger(__name__)
-
-
-class RunSettings(Model):
-    """flower/run.json: settings of the ServerApp, written by `aggregator.runtime.flower`."""
-
-    plan_id: PlanId
-    nodes: dict[SiloId, str]
-    # Silos that do not train for this plan, and have not heard the end of an earlier one.
-    receipts_only: tuple[SiloId, ...] = ()
-    shard_bytes: PositiveInt
-    max_submission_bytes: PositiveInt
-    wait_s: int = Field(ge=0, le=MAX_WAIT_S)
 
 
 class FlowerCarrier:
@@ -161,6 +148,7 @@ def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
         stopped=lambda: _stop_requested(fed / "flower"),
         max_bytes_per_s=max_bytes_per_s,
         max_silo_bytes_per_s=max_silo_bytes_per_s,
+        max_in_flight=settings.max_in_flight,
     )
 
 
@@ -216,7 +204,7 @@ def main(grid: Grid, context: Context) -> None:
     fed = Path(os.environ[FEDERATION_VARIABLE])
     _log_to(fed / "flower" / "logs" / "serverapp.log")
     settings = RunSettings.model_validate_json(
-        read_bounded(fed / "flower" / "run.json", 1024 * 1024)
+        read_bounded(fed / "flower" / RUN_SETTINGS_NAME, 1024 * 1024)
     )
     # An array that names one chunk a million times is small on the wire; here it only fails its own silo's exchange.
     limit = _MEMORY_BYTES + len(settings.nodes) * _CHANNEL_BYTES

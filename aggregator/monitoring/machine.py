@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.runtime.proxy import answers, find_nginx
+from aggregator.runtime.proxy import address_to_connect, answers, find_nginx
 from ddm.errors import SetupError, TransportError
 from ddm.system.processes import port_in_use
 
@@ -82,12 +82,14 @@ def clock_of(url: str) -> datetime:
 
 def port_state(federation: Federation, settings: FederationSettings, *, running: bool) -> PortState:
     """Return who holds the federation's port."""
-    # A server on all addresses answers on loopback.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     if running:
         ca_path = federation.path / "tls" / "ca.pem"
-        return "ours" if answers(host, settings.port, ca_path) else "taken"
-    return "taken" if port_in_use(settings.host, settings.port) else "free"
+        if answers(address_to_connect(settings.host), settings.port, ca_path):
+            return "ours"
+        return "taken"
+    if port_in_use(settings.host, settings.port):
+        return "taken"
+    return "free"
 
 
 def nginx_version() -> tuple[int, ...] | None:

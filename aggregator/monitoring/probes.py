@@ -26,6 +26,7 @@ from aggregator.runtime.processes import Process, Processes, read_processes
 from ddm.errors import FormatError, SetupError
 from ddm.io.files import read_bounded
 from ddm.io.locks import is_locked
+from ddm.protocol.address import split_address
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.enrolment import Invitation
 from ddm.protocol.plan import Plan
@@ -90,8 +91,7 @@ class FederationFactsReader:
         invited_host = None
         invited_digest = None
         if invitation is not None:
-            # Split at the last colon: an IPv6 address has others.
-            invited_host, _, _ = invitation.address.rpartition(":")
+            invited_host, _ = split_address(invitation.address)
             invited_digest = invitation.root_digest
         certificate = self._try("certificate", lambda: self._certificate(invitation))
         metadata = tuple(check_repository_files(federation.tuf))

@@ -7,20 +7,25 @@ is nginx, it alone listens on the federation's address (`aggregator.runtime.prox
 loopback that changes with every start.
 """
 
-import json
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from aggregator.config import BUSY_PORT_REMEDY
 from aggregator.runtime.database import fault_of, move_aside_if_damaged
 from aggregator.runtime.flower_commands import FlowerCommands
-from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
+from aggregator.runtime.proxy import (
+    address_to_connect,
+    answers,
+    nginx_command,
+    render_config,
+    write_config,
+)
 from aggregator.transfer.delivery import is_plan_finished
+from aggregator.transfer.settings import RUN_SETTINGS_NAME, RunSettings
 from ddm.errors import BusyError, TransportError
 from ddm.io.files import require_file, write_atomic
 from ddm.io.locks import is_locked, locked
@@ -51,6 +56,7 @@ _MISSING_S = 3.0
 _UNFINISHED = ("pending", "starting", "running")
 _LOOPBACK = "127.0.0.1"
 _DATABASE = "superlink.db"
+_SECRET_NAME = "superexec.secret"  # shared by SuperLink and SuperExec
 _SUPERLINK = Path(__file__).with_name("superlink.py")
 
 
@@ -59,14 +65,9 @@ class FlowerRuntime:
 
     Args:
         fed: the federation folder; `tls/` and the plan's bundle are there.
+        settings: of the run: the plan to carry, and to whom.
         host: address to listen on.
         port: the one port that silos reach.
-        plan_id: the plan to carry.
-        nodes: silo id to OpenSSH public key of its node.
-        shard_bytes: most bytes in one message.
-        max_submission_bytes: most bytes of one submission.
-        wait_s: for how long a silo without news may hold back its answer.
-        receipts_only: of these, the silos that do not train for the plan, and have not heard the end of an earlier one.
         nginx: the program that takes the address; without it Flower's own server does, open to whoever reaches it.
         beside: other programs to keep alive meanwhile; they are started first.
     """
@@ -74,15 +75,10 @@ class FlowerRuntime:
     def __init__(
         self,
         fed: Path,
+        settings: RunSettings,
         *,
         host: str,
         port: int,
-        plan_id: str,
-        nodes: Mapping[str, str],
-        shard_bytes: int,
-        max_submission_bytes: int,
-        wait_s: int = 30,
-        receipts_only: Collection[str] = (),
         nginx: Path | None = None,
         beside: Sequence[Program] = (),
     ) -> None:
@@ -91,18 +87,8 @@ class FlowerRuntime:
         self._host = host
         self._port = port
         self._nginx = nginx
-        self._plan_id = plan_id
-        self._nodes = dict(nodes)
-        self._run_settings: dict[str, Any] = {
-            "plan_id": plan_id,
-            "nodes": self._nodes,
-            "receipts_only": sorted(receipts_only),
-            "shard_bytes": shard_bytes,
-            "max_submission_bytes": max_submission_bytes,
-            "wait_s": wait_s,
-        }
-        # An address that means all of this machine's cannot be connected to; loopback is one of them.
-        self._public = ({"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host), port)
+        self._settings = settings
+        self._public = (address_to_connect(host), port)
         self._superlink = self._public
         self._beside = tuple(beside)
         self._heartbeat = HeartbeatFile(self._flower / "serverapp.alive")
@@ -127,7 +113,9 @@ class FlowerRuntime:
 
     def _nginx_works(self) -> bool:
         """Whether nginx came up. Later, connections may fill it: it does not hang, and a restart helps the attacker."""
-        return self._supervisor.ready("nginx") or answers(*self._public, self._tls("ca.pem"))
+        if self._supervisor.ready("nginx"):
+            return True
+        return answers(*self._public, self._tls("ca.pem"))
 
     def _programs(self) -> list[Program]:
         ca_path = self._tls("ca.pem")
@@ -137,14 +125,16 @@ class FlowerRuntime:
             lambda: answers(*self._superlink, ca_path),
             silent_s=_SUPERLINK_SILENT_S,
         )
-        nginx = Program("nginx", self._start_nginx, self._nginx_works, silent_s=_NGINX_SILENT_S)
         superexec = Program(
             "superexec",
             self._start_superexec,
             self._server_app_works,
             silent_s=_SERVER_APP_SILENT_S,
         )
-        return [superlink, *([nginx] if self._nginx else []), superexec]
+        if self._nginx is None:
+            return [superlink, superexec]
+        nginx = Program("nginx", self._start_nginx, self._nginx_works, silent_s=_NGINX_SILENT_S)
+        return [superlink, nginx, superexec]
 
     def start(self) -> None:
         """Start everything and submit the run; takes some ten seconds.
@@ -169,10 +159,10 @@ class FlowerRuntime:
                 remedy=BUSY_PORT_REMEDY,
             )
         if self._nginx:
-            self._superlink = (_LOOPBACK, free_port(_LOOPBACK))
-            write_config(
-                self._nginx, self._flower, render_config(self._host, self._port, self._superlink[1])
-            )
+            superlink_port = free_port(_LOOPBACK)
+            self._superlink = (_LOOPBACK, superlink_port)
+            config = render_config(self._host, self._port, superlink_port)
+            write_config(self._nginx, self._flower, config)
         self._write_files()
         # The SuperLink comes before nginx and the SuperExec, which both connect to it.
         for program in self._beside:
@@ -186,8 +176,9 @@ class FlowerRuntime:
     def _write_files(self) -> None:
         # Left by the run before; the new ServerApp would end at once.
         (self._flower / "stop").unlink(missing_ok=True)
-        write_atomic(self._flower / "run.json", json.dumps(self._run_settings).encode())
-        secret = self._flower / "superexec.secret"
+        run_settings = self._settings.model_dump_json().encode()
+        write_atomic(self._flower / RUN_SETTINGS_NAME, run_settings)
+        secret = self._flower / _SECRET_NAME
         if not secret.exists():
             write_atomic(secret, secrets.token_bytes(32), mode=0o600)
         self._flwr = FlowerCommands(
@@ -212,31 +203,30 @@ class FlowerRuntime:
         return spawn(command, log_path=log_path, env=self._environment(), cwd=self._flower / "home")
 
     def _start_superlink(self) -> Child:
-        if (
-            move_aside_if_damaged(self._flower / _DATABASE)
-            or not (self._flower / _DATABASE).exists()
-        ):
+        database = self._flower / _DATABASE
+        move_aside_if_damaged(database)
+        if not database.exists():
+            # The SuperLink makes a new one, which knows no node.
             self._flwr.forget()
-        host = _LOOPBACK if self._nginx else self._host
+        host = self._host
+        if self._nginx:
+            # Only nginx may reach it: Flower's own server passes on more than silos' requests.
+            host = _LOOPBACK
         command = [
             *script_command(_SUPERLINK),
             *("--ssl-certfile", str(self._tls("server.pem"))),
             *("--ssl-keyfile", str(self._tls("server.key"))),
             *("--ssl-ca-certfile", str(self._tls("ca.pem"))),
-            *(
-                "--isolation",
-                "process",
-                "--superexec-auth-secret-file",
-                str(self._flower / "superexec.secret"),
-            ),
+            *("--isolation", "process"),
+            *("--superexec-auth-secret-file", str(self._flower / _SECRET_NAME)),
             *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
-            *("--database", str(self._flower / _DATABASE)),
+            *("--database", str(database)),
             *("--host", host, "--port", str(self._superlink[1])),
         ]
         return self._spawn("superlink", command)
 
     def _start_superexec(self) -> Child:
-        secret_path = self._flower / "superexec.secret"
+        secret_path = self._flower / _SECRET_NAME
         # The secret's file is named, not its content: arguments are visible to every user of the machine.
         command = superexec_command(self._address(), self._tls("ca.pem"), secret_path, SERVER_APP)
         return self._spawn("superexec", command)
@@ -250,14 +240,14 @@ class FlowerRuntime:
         self._submitted_at = time.monotonic()
         self._check_run_at = self._submitted_at + _CHECK_RUN_S
         # A new database knows none of them.
-        self._flwr.register(self._nodes)
-        self._run_ids.append(self._flwr.submit(self._plan_id))
+        self._flwr.register(self._settings.nodes)
+        self._run_ids.append(self._flwr.submit(self._settings.plan_id))
 
     @property
     def finished(self) -> bool:
         """Whether every silo of the plan has its last receipt."""
-        taking_part = self._nodes.keys() - set(self._run_settings["receipts_only"])
-        return is_plan_finished(self._fed, self._plan_id, sorted(taking_part))
+        settings = self._settings
+        return is_plan_finished(self._fed, settings.plan_id, settings.silos_taking_part)
 
     def check(self) -> None:
         """Start again what has died or hangs, a bounded number of times; call every second.
@@ -294,10 +284,13 @@ class FlowerRuntime:
         if not self._runs.allowed():
             server_log = file_tail(self._flower / "logs" / "serverapp.log")
             lines = [line for line in f"{status}\n{server_log}".splitlines() if line.strip()]
+            got = "no word about the last one"
+            if lines:
+                got = lines[-1][:300]
             raise TransportError(
                 "the Flower run",
                 expected=f"at most {MAX_PER_HOUR} attempts an hour",
-                got=lines[-1][:300] if lines else "no word about the last one",
+                got=got,
                 remedy=f"Nothing is lost. Read {self._flower / 'logs'}, then run the command again.",
             )
         # A SuperLink that has died since is started again; then the next attempt comes.
@@ -330,9 +323,13 @@ class FlowerRuntime:
     def info(self) -> dict[str, object]:
         """What runs: process ids, the Flower run id, how often things were started again."""
         restarts = self.num_restarts()
+        pids = {f"{name}_pid": pid for name, pid in self._supervisor.pids().items()}
+        last_run_id = None
+        if self._run_ids:
+            last_run_id = self._run_ids[-1]
         return {
-            **{f"{name}_pid": pid for name, pid in self._supervisor.pids().items()},
-            "run_id": self._run_ids[-1] if self._run_ids else None,
+            **pids,
+            "run_id": last_run_id,
             "num_runs": len(self._run_ids),
             "num_restarts": sum(restarts.values()),
             "restarts": restarts,

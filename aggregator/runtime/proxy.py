@@ -234,6 +234,13 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
         )
 
 
+def address_to_connect(host: str) -> str:
+    """Return where a server that listens on this host is reached from this machine."""
+    # An address that means all of this machine's cannot be connected to; loopback is one of them.
+    loopback_of_all = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return loopback_of_all.get(host, host)
+
+
 def answers(host: str, port: int, ca_path: Path, *, timeout_s: float = 5.0) -> bool:
     """Whether a server there, certified by `ca_path`, answers HTTP; what it answers does not matter."""
     context = ssl.create_default_context(cafile=str(ca_path))

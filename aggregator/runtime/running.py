@@ -14,6 +14,7 @@ from aggregator.membership.registry import active_cards, read_cards
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
 from aggregator.transfer.delivery import has_undelivered_receipts, is_plan_finished
+from aggregator.transfer.settings import RunSettings
 from ddm.errors import DocumentError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.locks import locked
@@ -75,15 +76,19 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         settings.port,
     )
     receipts_only = _receipts_only(federation, plan)
-    runtime = FlowerRuntime(
-        federation.path,
-        host=settings.host,
-        port=settings.port,
+    reached_silos = silos_now | receipts_only
+    run_settings = RunSettings(
         plan_id=plan.plan_id,
-        nodes={silo_id: card.node_key for silo_id, card in (silos_now | receipts_only).items()},
-        receipts_only=receipts_only,
+        nodes={silo_id: card.node_key for silo_id, card in reached_silos.items()},
+        receipts_only=tuple(sorted(receipts_only)),
         shard_bytes=settings.shard_bytes,
         max_submission_bytes=submission_bytes(plan),
+    )
+    runtime = FlowerRuntime(
+        federation.path,
+        run_settings,
+        host=settings.host,
+        port=settings.port,
         nginx=nginx,
         beside=(intake_program(federation, plan, passphrase),),
     )

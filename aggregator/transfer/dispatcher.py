@@ -281,6 +281,7 @@ class Dispatcher:
         stopped: whether a stop was ordered.
         max_bytes_per_s: cap on what is requested of all silos together; None for none.
         max_silo_bytes_per_s: cap on what is requested of each silo; None for none.
+        max_in_flight: most messages to one silo without a reply.
         intervals: how often it does what.
     """
 
@@ -292,6 +293,7 @@ class Dispatcher:
         stopped: Callable[[], bool],
         max_bytes_per_s: int | None = None,
         max_silo_bytes_per_s: int | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
         intervals: Intervals | None = None,
     ) -> None:
         self._carrier = carrier
@@ -303,6 +305,7 @@ class Dispatcher:
                 carrier,
                 delivery,
                 pull_bytes=self._pull_bytes,
+                max_in_flight=max_in_flight,
                 rate_limits=(shared_limit, RateLimit(max_silo_bytes_per_s)),
             )
             for key, delivery in deliveries.items()

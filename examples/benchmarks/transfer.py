@@ -31,7 +31,7 @@ def transfer(
     settings: dict[str, Any] = {
         "shard_bytes": shard_bytes,
         "max_submission_bytes": 2 * num_bytes + 2**20,
-        "in_flight": in_flight,
+        "max_in_flight": in_flight,
     }
     with Processes() as processes, running(fed, {"north": site}, keys, **settings) as wait:
         wait((site / "inbox" / PLAN / "bundle").exists, TIMEOUT_S)

@@ -83,7 +83,8 @@ def account(ledger: Ledger) -> Account:
     for entry in entries:
         if isinstance(entry.record, Draw):
             drawn_kinds.setdefault(entry.record.debit, []).append(entry.record.kind)
-    # A debit costs what it adds to all before it, as `adaptive_epsilon` composes them.
+    # One step a debit, in their order: a later plan may depend on what an earlier one released, so that they compose
+    # adaptively.
     steps: list[tuple[Mechanism, ...]] = []
     lines: list[AccountLine] = []
     for entry in entries:
@@ -97,7 +98,7 @@ def account(ledger: Ledger) -> Account:
             unit=debit.unit,
             mechanisms=tuple(sorted(debit.mechanisms)),
             drawn=tuple(sorted(drawn_kinds.get(entry.digest, ()))),
-            # The debit alone. These do not add up to the total, since composition costs less than the sum.
+            # As if it were the only one. The total is at most the sum of these, since composition costs less.
             epsilon=adaptive_epsilon(steps[-1:], delta),
             total=adaptive_epsilon(steps, delta),
         )

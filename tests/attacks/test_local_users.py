@@ -12,6 +12,7 @@ import pytest
 
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import find_nginx
+from aggregator.transfer.settings import RunSettings
 from ddm.system.process_table import descendants
 from ddm.system.processes import free_port
 from silo.courier.supernode import Courier
@@ -71,13 +72,15 @@ def test_other_user_gets_nothing_from_the_programs_of_a_silo_and_its_aggregator(
     courier = Courier(site, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9)
     runtime = FlowerRuntime(
         fed,
+        RunSettings(
+            plan_id=PLAN,
+            nodes={"north": key},
+            shard_bytes=300_000,
+            max_submission_bytes=10**7,
+            wait_s=1,
+        ),
         host="127.0.0.1",
         port=port,
-        plan_id=PLAN,
-        nodes={"north": key},
-        shard_bytes=300_000,
-        max_submission_bytes=10**7,
-        wait_s=1,
         nginx=nginx,
     )
     with runtime, courier:

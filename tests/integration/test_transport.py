@@ -18,6 +18,7 @@ from aggregator.keys.tls import make_tls
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import find_nginx
+from aggregator.transfer.settings import RunSettings
 from ddm.errors import BusyError, TransportError
 from ddm.system.process_table import descendants
 from ddm.system.processes import flower_environment, free_port
@@ -199,6 +200,13 @@ class Stage:
             courier.stop()
 
 
+def run_settings(nodes):
+    """What a run of these silos carries."""
+    return RunSettings(
+        plan_id=PLAN, nodes=nodes, shard_bytes=SHARD_BYTES, max_submission_bytes=10**7
+    )
+
+
 @pytest.fixture(scope="module")
 def journey(tmp_path_factory):
     done = Journey(tmp_path_factory.mktemp("transport"))
@@ -213,12 +221,9 @@ def journey(tmp_path_factory):
     stage = Stage(done, couriers, port)
     stage.runtime = runtime = FlowerRuntime(
         done.fed,
+        run_settings(keys),
         host="127.0.0.1",
         port=port,
-        plan_id=PLAN,
-        nodes=keys,
-        shard_bytes=SHARD_BYTES,
-        max_submission_bytes=10**7,
         nginx=NGINX,
     )
     try:
@@ -342,12 +347,9 @@ def test_runtime_is_refused_when_its_port_is_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         runtime = FlowerRuntime(
             tmp_path / "fed",
+            run_settings({}),
             host="127.0.0.1",
             port=server.getsockname()[1],
-            plan_id=PLAN,
-            nodes={},
-            shard_bytes=1,
-            max_submission_bytes=1,
         )
         with pytest.raises(BusyError, check=has_subject("port")), runtime:
             pass
@@ -369,8 +371,10 @@ import json, sys, time
 from pathlib import Path
 from aggregator.runtime.proxy import find_nginx
 from aggregator.runtime.flower import FlowerRuntime
-arguments = json.loads(sys.argv[1])
-with FlowerRuntime(Path(arguments.pop("fed")), nginx=find_nginx(), **arguments) as runtime:
+from aggregator.transfer.settings import RunSettings
+fed, settings, port = sys.argv[1:]
+settings = RunSettings.model_validate_json(settings)
+with FlowerRuntime(Path(fed), settings, host="127.0.0.1", port=int(port), nginx=find_nginx()) as runtime:
     while True:
         runtime.check()
         time.sleep(0.2)
@@ -382,24 +386,18 @@ def test_plan_completes_when_the_aggregator_and_then_its_superlink_are_killed(tm
     fed, site = tmp_path / "fed", tmp_path / "north"
     make_federation(fed)
     port = free_port()
-    settings = {
-        "host": "127.0.0.1",
-        "port": port,
-        "plan_id": PLAN,
-        "nodes": {"north": make_site(site, fed)},
-        "shard_bytes": SHARD_BYTES,
-        "max_submission_bytes": 10**7,
-    }
+    settings = run_settings({"north": make_site(site, fed)})
     incoming = fed / "incoming" / PLAN / "north"
     with Courier(site, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9) as courier:
-        command = [sys.executable, "-c", SUPERVISOR, json.dumps({"fed": str(fed), **settings})]
+        arguments = (str(fed), settings.model_dump_json(), str(port))
+        command = [sys.executable, "-c", SUPERVISOR, *arguments]
         with subprocess.Popen(command) as supervisor:
             wait_until((site / "inbox" / PLAN / "bundle").exists, check=courier.check)
             supervisor.kill()
         wait_until(lambda: not processes_below(fed))
         submit(site, "north")
 
-        with FlowerRuntime(fed, nginx=NGINX, **settings) as runtime:
+        with FlowerRuntime(fed, settings, host="127.0.0.1", port=port, nginx=NGINX) as runtime:
 
             def check():
                 runtime.check()
@@ -441,12 +439,9 @@ def one_silo(folder):
         Courier(site, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9) as courier,
         FlowerRuntime(
             fed,
+            run_settings({"north": node_key}),
             host="127.0.0.1",
             port=port,
-            plan_id=PLAN,
-            nodes={"north": node_key},
-            shard_bytes=SHARD_BYTES,
-            max_submission_bytes=10**7,
             nginx=NGINX,
         ) as runtime,
     ):

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,13 @@ import numpy as np
 
 from aggregator.keys.tls import make_tls
 from aggregator.runtime.flower import FlowerRuntime
+from aggregator.transfer.settings import RunSettings
 from ddm.system.processes import free_port
+from ddm.system.supervisor import Program
 from silo.courier.supernode import Courier, make_node_key
 
 PLAN = "bench-00000001"
 _BLOCK_BYTES = 64 * 1024**2
-
-
-class Runtime(FlowerRuntime):
-    """The aggregator's runtime with a chosen number of messages in flight."""
-
-    def __init__(self, fed: Path, *, in_flight: int | None = None, **settings: Any) -> None:
-        super().__init__(fed, **settings)
-        if in_flight is not None:
-            self._run_settings["in_flight"] = in_flight
 
 
 def write_random(path: Path, num_bytes: int) -> None:
@@ -77,6 +70,8 @@ def running(
     port: int | None = None,
     address: str | None = None,
     restart: bool = True,
+    nginx: Path | None = None,
+    beside: Sequence[Program] = (),
     **settings: Any,
 ) -> Iterator[Callable[[Callable[[], bool], float], None]]:
     """Run Flower for a federation; yield a function that waits for a condition while it checks every process."""
@@ -88,8 +83,11 @@ def running(
             )
             for site in sites.values()
         ]
+        run_settings = RunSettings(plan_id=plan_id, nodes=dict(keys), **settings)
         runtime = stack.enter_context(
-            Runtime(fed, host="127.0.0.1", port=port, plan_id=plan_id, nodes=dict(keys), **settings)
+            FlowerRuntime(
+                fed, run_settings, host="127.0.0.1", port=port, nginx=nginx, beside=beside
+            )
         )
 
         def wait(condition: Callable[[], bool], timeout_s: float) -> None:
