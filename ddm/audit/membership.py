@@ -90,6 +90,18 @@ class UnitScores:
         other_N = by_unit(self.other_IA[:, column], self.other_I)
         return member_M, other_N
 
+    def unit_means(self) -> tuple[Tensor, Tensor]:
+        """Return the mean of every attack over the images of each unit, shapes (M, A) and (N, A)."""
+        member_MA = _mean_by_unit(self.member_IA, self.member_I)
+        other_NA = _mean_by_unit(self.other_IA, self.other_I)
+        return member_MA, other_NA
+
+    @property
+    def has_units_of_several_images(self) -> bool:
+        """Whether any unit has more than one image."""
+        num_images = len(self.member_I) + len(self.other_I)
+        return num_images > int(self.member_I.max()) + int(self.other_I.max()) + 2
+
     def log_ratio(self, other: "UnitScores") -> "UnitScores":
         """Return how much smaller this expert's errors are than another's on the same images, as logarithms.
 
@@ -109,17 +121,19 @@ def measure_membership(
 ) -> Membership:
     """Attack units by each attack as it is, beside the reference, beside the shadow, and by what chooses among these.
 
-    A unit's score is the highest of its images'.
+    A unit's score is the highest of its images'. The combination has their means too: a patient of whom every image is
+    remembered a little shows in the mean, one of whom a single image is remembered in the highest.
 
     Args:
         scores: of the expert.
         reference: of an expert that learned neither the members nor the units held out, with the same noise.
         shadow: of the expert after it was trained on without the members, with the same noise.
     """
+    shadow_ratio = scores.log_ratio(shadow)
     ratio_by_label = {
         "": scores,
         ", beside the reference": scores.log_ratio(reference),
-        ", beside the shadow": scores.log_ratio(shadow),
+        ", beside the shadow": shadow_ratio,
     }
     attacks = []
     suspicions = []
@@ -137,14 +151,20 @@ def measure_membership(
 
     # The last columns are those beside the shadow.
     num_kinds = len(names())
+    shadow_member_MA = member_MA[:, -num_kinds:]
+    shadow_other_NA = other_NA[:, -num_kinds:]
+    if scores.has_units_of_several_images:
+        mean_member_MA, mean_other_NA = shadow_ratio.unit_means()
+        shadow_member_MA = torch.cat([shadow_member_MA, mean_member_MA], 1)
+        shadow_other_NA = torch.cat([shadow_other_NA, mean_other_NA], 1)
     deciding = (
         _cross_fitted_attack(
             f"strongest of {len(attacks)} attacks", member_MA, other_NA, strongest_attack
         ),
         _cross_fitted_attack(
             f"combination of {num_kinds} attacks",
-            member_MA[:, -num_kinds:],
-            other_NA[:, -num_kinds:],
+            shadow_member_MA,
+            shadow_other_NA,
             best_combination,
         ),
     )
@@ -199,3 +219,11 @@ def by_unit(score_I: Tensor, unit_I: Tensor) -> Tensor:
     """Return the highest score of each unit's images, shape (U,), float64."""
     score_U = torch.full((int(unit_I.max()) + 1,), -torch.inf, dtype=torch.float64)
     return score_U.scatter_reduce(0, unit_I, score_I.double(), "amax")
+
+
+def _mean_by_unit(score_IA: Tensor, unit_I: Tensor) -> Tensor:
+    num_units = int(unit_I.max()) + 1
+    total_UA = torch.zeros(num_units, score_IA.shape[1], dtype=torch.float64)
+    total_UA.index_add_(0, unit_I, score_IA.double())
+    num_images_U = torch.bincount(unit_I, minlength=num_units)
+    return total_UA / num_images_U[:, None]

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/audit.py --steps 4000
 
-Training, reference, overfitted copy, attacks and samples run one after the other on one thread, with the numbers that
-`ddm.audit.effort` gives a site of as many units.
+Training, reference, shadow, overfitted copy, attacks and samples run one after the other on one thread, with the
+numbers that `ddm.audit.effort` gives a site of as many units.
 """
 
 import argparse
@@ -65,6 +65,8 @@ def main() -> None:
     experts = [
         trained("training", asked.steps, images[HELD:]),
         trained("reference", effort.reference_steps, images[HELD + MEMBERS :]),
+        # From which weights a training starts does not change what it costs.
+        trained("shadow", effort.shadow_steps, images[HELD + MEMBERS :]),
         trained(
             "overfitted copy", effort.control_steps, images[HELD : HELD + effort.control_units]
         ),

@@ -16,7 +16,7 @@ from tests.support.audited_experts import (
 
 NUM_HELD = 400
 NUM_LEARNED = 400
-NUM_SHADOWS = 4
+NUM_SHADOWS = 2
 # What an attack of somebody else may find beyond the upper end of the audit's interval.
 MARGIN = 0.03
 
@@ -38,7 +38,7 @@ def outsiders_auc(audited: AuditedDigits, num_steps: int, folder: Path) -> float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_steps", "verdicts"), [(3000, ("fail",)), (300, ("pass",))])
+@pytest.mark.parametrize(("num_steps", "verdicts"), [(1500, ("fail",)), (300, ("pass",))])
 def test_outsider_with_shadows_finds_no_more_than_the_audit_allows_for(
     num_steps: int, verdicts: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """What findings lead to: a verdict is a rule, and every control must be able to spoil it."""
 
 from dataclasses import replace
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -114,6 +115,25 @@ def test_shadow_takes_away_what_makes_an_image_easy_for_any_expert() -> None:
     # The attacks err independently, so that together they say more than any of them.
     assert membership.worst.auc.value > strongest.auc.value + 0.1
     assert "combination" in membership.worst.name
+
+
+def test_patient_of_whom_every_image_is_remembered_a_little_shows_in_the_combination() -> None:
+    num_units = 300
+    images_per_unit = 4
+    shape = (num_units * images_per_unit, len(names()))
+    random = torch.Generator().manual_seed(0)
+    unit_I = torch.arange(num_units).repeat_interleave(images_per_unit)
+    # All attacks err alike, so that only the images of a patient can add to each other.
+    member_error_IA = (torch.randn(shape[0], 1, generator=random) - 0.5).exp().expand(shape)
+    other_error_IA = torch.randn(shape[0], 1, generator=random).exp().expand(shape)
+    expert = UnitScores(-member_error_IA, -other_error_IA, unit_I, unit_I)
+    shadow = UnitScores(-torch.ones(shape), -torch.ones(shape), unit_I, unit_I)
+
+    membership = measure_membership(expert, reference=shadow, shadow=shadow)
+    strongest, combination = membership.deciding
+    # The mean of four shifts by a standard deviation, for which the closed form says 0.76.
+    assert combination.auc.value == pytest.approx(NormalDist().cdf(1 / 2**0.5), abs=0.04)
+    assert strongest.auc.value < combination.auc.value - 0.03
 
 
 def test_best_of_many_attacks_by_chance_decides_nothing() -> None:
