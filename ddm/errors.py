@@ -19,7 +19,8 @@ The tree is flat where it can be:
     │   ├── RoleError                  17  listed by a role that must not list it
     │   ├── UnsafePathError            18  `..`, absolute path, symbolic link, special file
     │   ├── RootError                  19  not the root of trust that was pinned
-    │   └── SplitViewError             27  two histories of one log
+    │   ├── SplitViewError             27  two histories of one log
+    │   └── FederationError            28  signed for another federation
     ├── FormatError                    20  received bytes that do not parse as what they claim
     │   ├── DocumentError              21
     │   ├── TensorFileError            22
@@ -207,6 +208,16 @@ class SplitViewError(TrustError):
 
     exit_code = 27
     default_remedy = "Do not use these files. Show both checkpoints to the operator, the silos and other readers."
+
+
+class FederationError(TrustError):
+    """Signed for another federation than the one with the pinned root."""
+
+    exit_code = 28
+    default_remedy = (
+        "Do not use these files: their silos signed for another federation. Ask the silos themselves for the "
+        "fingerprint of the root of the federation that they joined."
+    )
 
 
 class FormatError(ArchipelagoError):

@@ -15,10 +15,11 @@ from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.address import Address
 from ddm.protocol.architecture import ArchitectureKind
-from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
+from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit, sha256_file
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import PixelSide, PixelValue
 from ddm.protocol.enrolment import MAX_CARD_BYTES, AgreedSize, Card
+from ddm.protocol.federation import FederationDocument
 from ddm.protocol.submission import Waiver
 from ddm.training.config import TrainingSettings
 
@@ -278,6 +279,28 @@ class Site:
     def root_path(self) -> Path:
         """The pinned root of trust."""
         return self.private / "trust" / "1.root.json"
+
+    @property
+    def root_digest(self) -> str:
+        """The digest of the pinned root, which names this site's federation in everything that the site signs.
+
+        Raises:
+            MissingFileError: the file is gone.
+        """
+        remedy = "Restore private/trust/ from backup."
+        return sha256_file(require_file(self.root_path, "the pinned root", remedy))
+
+    def check_federation(self, document: FederationDocument, subject: str) -> None:
+        """Refuse a document of another federation than the one that this site joined.
+
+        Raises:
+            FederationError: it names another root than the pinned one.
+        """
+        remedy = (
+            "Answer no such plan. Ask the aggregator for one of the federation that this site joined; if "
+            "private/trust/ was changed here, restore it from backup (`silo check` compares it)."
+        )
+        document.check_federation(self.root_digest, subject, remedy)
 
     @property
     def ledger_folder(self) -> Path:

@@ -261,6 +261,8 @@ def make_card(
     """
     privacy = site.policy().privacy
     card = Card(
+        # Whoever gets this card cannot enroll the silo in a federation that it never joined.
+        root_digest=site.root_digest,
         agreed=_agreed(site, images, patients, advance, on_count),
         max_epsilon=privacy.max_epsilon,
         unit=privacy.unit,

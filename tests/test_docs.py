@@ -54,6 +54,7 @@ GUIDES = [
 ]
 PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 THREATS = ROOT / "docs" / "explanation" / "threat-model.md"
+TRUST = ROOT / "docs" / "explanation" / "trust.md"
 ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -560,6 +561,14 @@ def functions_of(path: str) -> frozenset[str]:
     """Return the names of a file's functions; most files stand in many rows."""
     tree = ast.parse((ROOT / path).read_text("utf-8"))
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def test_every_test_that_the_page_on_trust_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TRUST.read_text("utf-8"))
+    assert named
+    for path, test in named:
+        with case(test=test):
+            assert test in functions_of(path)
 
 
 def test_each_row_of_the_threat_model_names_a_test_that_exists() -> None:

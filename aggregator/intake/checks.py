@@ -53,6 +53,9 @@ MIN_VALIDITY = timedelta(days=4 * 365)
 _NOISE_TOLERANCE = 1e-2
 
 
+_OTHER_FEDERATION = "Submit from a site that joined this federation: `silo init` with its invitation, then `silo run`."
+
+
 @dataclass(frozen=True)
 class Expectation:
     """What one silo's submission must match.
@@ -153,6 +156,7 @@ def _read_role(
     # A release can be verified until the first of its signatures expires.
     version, signed = read_silo_metadata(
         role,
+        root_digest=expected.plan.root_digest,
         plan_id=plan_id,
         silo_id=expected.silo_id,
         key=expected.key,
@@ -209,6 +213,8 @@ def _present(files: Mapping[str, Path], name: str) -> Path:
 
 
 def _check_binding(submission: Submission, expected: Expectation) -> None:
+    # A document that names another federation than the role that lists it is the silo's own fault, and answered.
+    submission.check_federation(expected.plan.root_digest, "submission", _OTHER_FEDERATION)
     # The silo id comes from the connection: a genuine document of another silo, plan or number is a replay.
     claims = (
         ("plan", expected.plan.plan_id, submission.plan_id),

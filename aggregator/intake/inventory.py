@@ -98,12 +98,14 @@ class _Origin:
     """What a silo's submission must be for, by the current plan.
 
     Attributes:
+        root_digest: of the federation's first root.
         silo_id: who signed it.
         plan_id: the plan for which it was signed: the current one, or the one that it is carried from.
         plan_digest: of that plan.
         submission_digest: the submission that the current plan carries over; None where the silo trains.
     """
 
+    root_digest: str
     silo_id: str
     plan_id: str
     plan_digest: str
@@ -179,8 +181,14 @@ def _origin_of(plan: Plan, plan_digest: str, silo_id: str) -> _Origin:
     """Return what a silo's submission must be for."""
     for carried in plan.carried:
         if carried.silo_id == silo_id:
-            return _Origin(silo_id, carried.plan_id, carried.plan_digest, carried.submission_digest)
-    return _Origin(silo_id, plan.plan_id, plan_digest)
+            return _Origin(
+                plan.root_digest,
+                silo_id,
+                carried.plan_id,
+                carried.plan_digest,
+                carried.submission_digest,
+            )
+    return _Origin(plan.root_digest, silo_id, plan.plan_id, plan_digest)
 
 
 def _read_stored(folder: Path, origin: _Origin) -> _StoredSubmission:
@@ -198,7 +206,12 @@ def _verify_stored(stored: _StoredSubmission, origin: _Origin, key: PublicKey) -
     plan_id = origin.plan_id
     name = submission_path(silo_id)
     signed = verify_silo_metadata(
-        stored.role, plan_id=plan_id, silo_id=silo_id, key=key, now=now_utc()
+        stored.role,
+        root_digest=origin.root_digest,
+        plan_id=plan_id,
+        silo_id=silo_id,
+        key=key,
+        now=now_utc(),
     )
 
     num_bytes = len(stored.document)
@@ -218,13 +231,14 @@ def _verify_stored(stored: _StoredSubmission, origin: _Origin, key: PublicKey) -
         )
 
     submission = Submission.parse(stored.document, subject=f"submission of {silo_id}")
-    stated = _Origin(submission.silo_id, submission.plan_id, submission.plan_digest)
+    submission.check_federation(origin.root_digest, f"accepted submission of {silo_id}")
+    stated = (submission.silo_id, submission.plan_id, submission.plan_digest)
     # A submission to another plan, or of another silo, is signed as well: its signature alone proves nothing here.
-    if stated != _Origin(silo_id, plan_id, origin.plan_digest):
+    if stated != (silo_id, plan_id, origin.plan_digest):
         raise ReplayError(
             f"accepted submission of {silo_id}",
             expected=f"silo {silo_id} and plan {plan_id} with digest {origin.plan_digest}",
-            got=f"silo {stated.silo_id} and plan {stated.plan_id} with digest {stated.plan_digest}",
+            got=f"silo {submission.silo_id} and plan {submission.plan_id} with digest {submission.plan_digest}",
         )
     return submission
 

@@ -140,7 +140,13 @@ class IntakeService:
                 if card is None:
                     continue
                 sealed = read_bounded(path, MAX_LEAVE_BYTES)
-                open_leave_notice(sealed, signing_key(card), self.plan.plan_id, silo_id)
+                open_leave_notice(
+                    sealed,
+                    signing_key(card),
+                    root_digest=self.plan.root_digest,
+                    plan_id=self.plan.plan_id,
+                    silo_id=silo_id,
+                )
                 withdraw_silo(self.federation, silo_id, LEFT_BY_ITSELF, self.key)
                 _log.info("[%s] gave the plan up, and is left out from now on", silo_id)
             except BusyError:

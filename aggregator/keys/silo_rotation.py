@@ -12,6 +12,7 @@ from aggregator.config import Federation
 from aggregator.membership.registry import (
     MAX_ROTATED_BYTES,
     card_of,
+    check_card_federation,
     check_keys_unused,
     read_card,
     read_cards,
@@ -20,7 +21,6 @@ from aggregator.membership.registry import (
 from ddm.errors import BusyError, DocumentError, MissingFileError, PolicyError, RollbackError
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
-from ddm.protocol.base import sha256_file
 from ddm.protocol.enrolment import (
     MAX_KEY_HISTORY_BYTES,
     MAX_ROTATIONS,
@@ -47,6 +47,7 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
 
     Raises:
         MissingFileError: the silo is not enrolled.
+        FederationError: the card, or a rotation, is for another federation.
         SignatureError: a rotation is not sealed by its old and its new key.
         BusyError: the rotations do not begin with the enrolled key, or the new key is in use.
         PolicyError: the new key belonged to a silo that was removed.
@@ -54,6 +55,7 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
         DocumentError: malformed, or the card is not that of the last rotation.
     """
     card = read_card(received.card.encode())
+    check_card_federation(federation, card)
     with federation.signing_lock():
         present = card_of(federation, card.silo_id)
         _check_rotations(federation, present, card, received)
@@ -200,9 +202,8 @@ def _check_rotations(
 
 def _chain_keys(federation: Federation, received: RotatedCard) -> list[str]:
     """Return the keys of a chain of rotations in order, after verifying it."""
-    root_digest = sha256_file(federation.tuf / "1.root.json")
     silo_id = read_card(received.card.encode()).silo_id
-    chain = open_chain(received.rotations, silo_id=silo_id, root_digest=root_digest)
+    chain = open_chain(received.rotations, silo_id=silo_id, root_digest=federation.root_digest)
     return [chain[0].old_key, *(rotation.new_key for rotation in chain)]
 
 

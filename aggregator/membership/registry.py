@@ -132,6 +132,7 @@ def enroll_silo(
     Raises:
         BusyError: this silo is enrolled with another key, or has a rotated card, which a plain one does not replace; or
             one of these keys belongs to another silo.
+        FederationError: the card was made for another federation.
         PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
         BusyError: another process signs.
     """
@@ -141,6 +142,7 @@ def enroll_silo(
     else:
         data = rotated[1].card.encode()
     card = read_card(data)
+    check_card_federation(federation, card)
     check_agreed_size(card, images, patients)
     with federation.signing_lock():
         check_keys_unused(federation, card)
@@ -244,6 +246,20 @@ def _keys_in_rotations(rotations: Iterable[str]) -> set[str]:
         rotation = open_rotation(text.encode())
         keys |= {rotation.old_key, rotation.new_key}
     return keys
+
+
+def check_card_federation(federation: Federation, card: Card) -> None:
+    """Refuse a card that was made for another federation.
+
+    Raises:
+        FederationError: names the silo.
+    """
+    # Whoever got the card that a hospital made for another federation could enroll the hospital here without its will.
+    remedy = (
+        "Ask the silo to join this federation: `silo init` in a new folder with this invitation.json, then "
+        "`silo enroll`."
+    )
+    card.check_federation(federation.root_digest, f"card of silo {card.silo_id}", remedy)
 
 
 def check_agreed_size(card: Card, images: int | None, patients: int | None) -> None:

@@ -27,7 +27,7 @@ from ddm.errors import FormatError, SetupError
 from ddm.io.files import read_bounded
 from ddm.io.locks import is_locked
 from ddm.protocol.address import split_address
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES
 from ddm.protocol.enrolment import Invitation
 from ddm.protocol.plan import Plan
 from ddm.system.findings import Attempts
@@ -116,7 +116,7 @@ class FederationFactsReader:
             nginx=self._try("nginx", nginx_version),
             port=self._port(settings, processes) or "free",
             certificate=certificate,
-            root_digest=self._try("root", self._root_digest),
+            root_digest=self._try("root", lambda: federation.root_digest),
             invited_digest=invited_digest,
             metadata=metadata,
             traces=tuple(self._traces(plan, certificate, metadata)),
@@ -134,9 +134,6 @@ class FederationFactsReader:
             leftovers=tuple(self._leftovers(processes)),
             errors=self._attempts.errors,
         )
-
-    def _root_digest(self) -> str:
-        return sha256_hex(read_bounded(self._federation.tuf / "1.root.json", _MAX_SMALL_BYTES))
 
     def _plan(self) -> Plan | None:
         if not (self._federation.path / "plans" / "current.json").exists():

@@ -59,12 +59,14 @@ class FederationTerms:
 
     Attributes:
         name: the federation's, with which the plan's id begins.
+        root_digest: of its first root, which the plan names.
         receipt_key: signs receipts once the plan is in force.
         training_cards: of the silos that train, sorted: with the rotated key where one waits.
         continued: the experts of an earlier plan that silos train on; None where they start afresh.
     """
 
     name: str
+    root_digest: str
     receipt_key: str
     training_cards: Mapping[str, Card]
     continued: ContinuedExperts | None
@@ -133,6 +135,7 @@ def read_terms(
     silos = _choose_training_silos(federation, carried)
     return FederationTerms(
         name=federation.settings().name,
+        root_digest=federation.root_digest,
         receipt_key=str(next_receipts_key(federation)),
         # The plan in force keeps the old keys.
         training_cards=cards_for_next_plan(federation, silos),
@@ -185,6 +188,7 @@ def write_plan(
         parts,
         folder,
         name=terms.name,
+        root_digest=terms.root_digest,
         valid_for=timedelta(days=recipe.valid_days),
         silos=tuple(terms.training_cards),
         carried=carried_silos,

@@ -201,6 +201,7 @@ def _sign_island(
     )
     # No submission: a ledger, a budget and an audit would have to be invented for it (docs/adr/0028).
     document = Island(
+        root_digest=plan.root_digest,
         plan_id=plan.plan_id,
         plan_digest=islands.split.plan_digest,
         silo_id=name,
@@ -221,7 +222,13 @@ def _sign_island(
         for file in (submission, expert.file)
     }
     role = sign_silo_metadata(
-        plan.plan_id, name, signed_files, key, version=version.number, now=version.created_at
+        plan.plan_id,
+        name,
+        signed_files,
+        key,
+        root_digest=plan.root_digest,
+        version=version.number,
+        now=version.created_at,
     )
     published = PublishedSilo(
         silo_id=name,

@@ -36,6 +36,33 @@ def make_keys(publisher: PublisherFolder, passphrase: bytes) -> PublicKey:
     return public["islands"]
 
 
+def make_root(islands: Islands, name: str, passphrase: bytes) -> str:
+    """Sign the root of trust, and return its digest; the plan names it.
+
+    Args:
+        islands: holds the keys.
+        name: the owner's, in the name of the log.
+        passphrase: opens the root's key.
+    """
+    public = {
+        key_name: PublicKey.load(islands.keys / f"{key_name}.pub")
+        for key_name in ("root", "targets", "online", "log")
+    }
+    log_key = VerifierKey(f"archipelago/{name}/{public['log'].fingerprint[:16]}", public["log"])
+    online = Holders((public["online"],))
+    # One owner holds all keys: a threshold of one for each role.
+    role_holders = {
+        "root": Holders((public["root"],)),
+        "targets": Holders((public["targets"],)),
+        "snapshot": online,
+        "timestamp": online,
+    }
+    draft = draft_root(1, role_holders, now_utc(), str(log_key))
+    root = sign_metadata(draft, [load_key(islands, "root", passphrase)])
+    write_atomic(islands.root, root)
+    return sha256_hex(root)
+
+
 def island_key(islands: SigningKey, plan_id: str, island_id: str) -> SigningKey:
     """Return the key with which an island signs: a silo's role needs a key that no other role has."""
     # One encrypted key from which the others follow: 1,024 encrypted files would protect no more (docs/adr/0028).
@@ -43,10 +70,10 @@ def island_key(islands: SigningKey, plan_id: str, island_id: str) -> SigningKey:
 
 
 def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
-    """Make the root of trust, sign the plan, and open the log with both.
+    """Sign the plan under the root of trust, and open the log with both.
 
     Args:
-        islands: holds keys and plan.
+        islands: holds keys, root and plan.
         plan: as it is in that folder.
         name: the owner's, in the log.
         passphrase: opens the keys.
@@ -59,18 +86,7 @@ def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) 
 
     now = now_utc()
     change = Change.begin(islands.path)
-    log_key = VerifierKey(
-        f"archipelago/{name}/{key('log').public.fingerprint[:16]}", key("log").public
-    )
-    online = Holders((key("online").public,))
-    role_holders = {
-        "root": Holders((key("root").public,)),
-        "targets": Holders((key("targets").public,)),
-        "snapshot": online,
-        "timestamp": online,
-    }
-    # One owner holds all keys: a threshold of one for each role.
-    root = sign_metadata(draft_root(1, role_holders, now, str(log_key)), [key("root")])
+    root = islands.root.read_bytes()
     delegates = Delegates(key("plans").public, key("release").public)
     repository = Repository.create(
         change.put("tuf/metadata"),
@@ -98,5 +114,4 @@ def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) 
         model_key,
     )
     sign_plan_files(islands, change, repository, islands.bundle, targets, key, opening)
-    write_atomic(change.put(islands.root.name), root)
     change.commit()

@@ -21,7 +21,7 @@ from ddm.io.tensors import save_tensors
 from ddm.islands.arrays import write_rows
 from ddm.islands.data import Dataset
 from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
-from ddm.islands.keys import make_keys, sign_first_plan
+from ddm.islands.keys import make_keys, make_root, sign_first_plan
 from ddm.islands.recipe import IslandsRecipe
 from ddm.models import network_size
 from ddm.planning.document import plan_of
@@ -160,10 +160,11 @@ def split(
         # Keys are opened again only to assemble, so that the folder can be trained on a cluster without them
         # (docs/adr/0028).
         public_key = make_keys(islands, passphrase)
-        plan = _write_plan(data, str(public_key), islands.bundle)
+        # The root of trust and the log begin here; every release of these islands is verified from it.
+        root_digest = make_root(islands, recipe.owner.name, passphrase)
+        plan = _write_plan(data, str(public_key), root_digest, islands.bundle)
         _write_islands(islands, plan, data, on_progress)
         _write_router_inputs(islands, data)
-        # The root of trust and the log begin here; every release of these islands is verified from it.
         sign_first_plan(islands, plan, recipe.owner.name, passphrase)
         record = _split_record(data, plan)
         write_atomic(staged / SPLIT_NAME, record.encode())
@@ -286,7 +287,7 @@ def island_names(num: int) -> list[str]:
     return [f"island{number:0{num_digits}d}" for number in range(num)]
 
 
-def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
+def _write_plan(data: DividedData, receipt_key: str, root_digest: str, folder: Path) -> Plan:
     """Write the plan of one owner: exact counts that stay private, no budget, no audit, no limit on time."""
     recipe = data.recipe
     condition = data.parts.condition
@@ -312,6 +313,7 @@ def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
         data.parts,
         folder,
         name=recipe.owner.name,
+        root_digest=root_digest,
         valid_for=_PLAN_LIFE,
         silos=tuple(names),
         # Each island counts as exactly its number of images.

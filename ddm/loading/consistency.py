@@ -51,6 +51,7 @@ def check_documents_agree(verified: VerifiedRelease, documents: ReleaseDocuments
         documents: parsed from them.
 
     Raises:
+        FederationError: the plan, or what a silo signed, is of another federation.
         ReplayError: signed documents of different plans or silos.
         TrustError: the manifest contradicts what a silo signed, or what the plan says.
         RoleError: a silo signs with the role of another plan.
@@ -75,6 +76,8 @@ def check_documents_agree(verified: VerifiedRelease, documents: ReleaseDocuments
 
 
 def _check_plan(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
+    # The plan's name for its federation is also that of the manifest, which names the plan by its digest.
+    plan.check_federation(verified.root_fingerprint, "plan.json")
     # The folder name comes from the metadata: documents of another plan may have been put under it (replay).
     for subject, plan_id in (("plan.json", plan.plan_id), ("manifest.json", manifest.plan_id)):
         if plan_id != verified.plan_id:
@@ -117,6 +120,7 @@ def _check_submissions(verified: VerifiedRelease, documents: ReleaseDocuments) -
     # A carried silo signed for an earlier plan; every other silo must have signed for this one.
     carried_by_silo = {carried.silo_id: carried for carried in plan.carried}
     for silo_id, submission in documents.submissions.items():
+        submission.check_federation(verified.root_fingerprint, f"submission of {silo_id}")
         if silo_id in carried_by_silo:
             _check_carried(verified, carried_by_silo[silo_id], submission)
             continue

@@ -18,6 +18,7 @@ def read_earlier_plans(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str
     Raises:
         DigestError: a document is not the listed one.
         DocumentError: a document does not parse.
+        FederationError: a document is of another federation.
         ReplayError: an expert would mean something else in this plan than in its own.
     """
     earlier_plans: dict[str, Plan] = {}

@@ -6,9 +6,16 @@ from pathlib import Path
 from ddm.errors import DigestError, DocumentError, RootError, SplitViewError
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import sha256_hex
+from ddm.protocol.federation import check_federation
 from ddm.trust.log.checkpoint import SignedCheckpoint, open_checkpoint
 from ddm.trust.log.checkpoint_store import CheckpointStore
-from ddm.trust.log.entries import MAX_ENTRIES, LogEntry, check_history, parse_entry
+from ddm.trust.log.entries import (
+    MAX_ENTRIES,
+    FederationOpened,
+    LogEntry,
+    check_history,
+    parse_entry,
+)
 from ddm.trust.log.merkle import leaf_hash, root_hash
 from ddm.trust.log.note import MAX_NOTE_BYTES, VerifierKey
 from ddm.trust.log.proof import checkpoint_in
@@ -71,6 +78,7 @@ def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
 
     Raises:
         TrustError: the checkpoint is not signed by the log's key, a tile differs, or versions do not follow each other.
+        FederationError: it is the log of another federation.
         SplitViewError: the log is not the one seen before.
         FormatError: a file does not parse, or the log has fewer entries than seen before.
     """
@@ -88,12 +96,25 @@ def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
     lines = _read_entries(folder, signed)
     # Versions must follow each other without a gap; `check_history` looks at all entries together.
     entries = tuple(parse_entry(line, f"entry {number}") for number, line in enumerate(lines))
+    _check_opening(entries, sha256_hex(root))
     public_log = PublicLog(signed, lines, entries, keys, CheckpointStore(memory.folder))
     remembered = public_log.memory.load()
     if remembered is not None:
         public_log.check_same_history(remembered.signed, "the checkpoint seen before")
     check_history(entries)
     return public_log
+
+
+def _check_opening(entries: tuple[LogEntry, ...], root_digest: str) -> None:
+    """Check that the log begins with the opening of this very federation.
+
+    The attack: a root of a stranger's names the log of a federation, whose entries would pass for the stranger's.
+    """
+    opened = None
+    if entries and isinstance(entries[0], FederationOpened):
+        opened = entries[0].root_digest
+    remedy = "Ask the operator for the log of the federation whose root you pinned."
+    check_federation(opened, root_digest, "entry 0 of the log", remedy)
 
 
 def _read_roots(folder: Path, root: bytes) -> dict[str, bytes]:

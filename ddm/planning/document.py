@@ -19,6 +19,7 @@ def plan_of(
     folder: Path,
     *,
     name: str,
+    root_digest: str,
     valid_for: timedelta,
     **own: Any,
 ) -> Plan:
@@ -31,11 +32,13 @@ def plan_of(
         fitted: what was fitted, whose files are in `folder`.
         folder: holds `plan/*.safetensors`.
         name: of the federation or the owner, with which the plan's id begins.
+        root_digest: sha256 of the federation's first root.
         valid_for: from now until the plan expires.
         own: the plan's other fields: who trains, on which terms, with which statistics.
     """
     created = now_utc()
     return Plan(
+        root_digest=root_digest,
         plan_id=f"{name}-{secrets.token_hex(4)}",
         created_at=created,
         expires_at=created + valid_for,

@@ -24,8 +24,12 @@ def check_continuation(old: Plan, new: Plan, silo_id: str) -> None:
         silo_id: the silo.
 
     Raises:
+        FederationError: the old plan is one of another federation.
         ReplayError: names what differs.
     """
+    old.check_federation(
+        new.root_digest, f"plan {new.plan_id}, experts of {silo_id} from plan {old.plan_id}"
+    )
     old_fields = _compared_fields(old, silo_id)
     new_fields = _compared_fields(new, silo_id)
     if isinstance(new.partition, SiloClusterPartition):

@@ -17,6 +17,7 @@ from ddm.protocol.base import (
     Time,
     Unit,
 )
+from ddm.protocol.federation import FederationDocument
 
 Agreement = Annotated[int, Field(ge=2, lt=2**53)]
 # The verifier key of a signed note: name+hash+key.
@@ -68,7 +69,7 @@ class AgreedSize(Model):
         return f"{self.images} images of {self.patients} patients"
 
 
-class Card(Document):
+class Card(FederationDocument):
     """A silo's public keys and its agreed size, sealed with its signing key as proof of possession.
 
     `max_epsilon` is the most that its policy lets one plan spend, and `unit` what a plan has to protect there, when the
@@ -101,11 +102,10 @@ _ENVELOPE = r'^\{"format":"archipelago/envelope/1",[^\r\n]*\}$'
 SealedText = Annotated[str, StringConstraints(pattern=_ENVELOPE, max_length=MAX_ROTATION_BYTES)]
 
 
-class KeyRotation(Document):
+class KeyRotation(FederationDocument):
     """A silo's change from one signing key to the next, sealed by both; `number` counts its changes from 1."""
 
     format: Literal["archipelago/key-rotation/1"] = "archipelago/key-rotation/1"
-    root_digest: Digest
     silo_id: SiloId
     number: PositiveInt
     old_key: KeyText

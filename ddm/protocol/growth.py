@@ -51,9 +51,12 @@ def check_carried(carried: CarriedSilo, old: Plan, new: Plan) -> None:
         new: the plan that carries.
 
     Raises:
+        FederationError: the earlier plan is one of another federation.
         ReplayError: names the field that differs, or the silo was no silo of the earlier plan.
     """
     subject = f"plan {new.plan_id}, {carried.silo_id} carried from {carried.plan_id}"
+    # A consent to later plans is one to those of the same federation.
+    old.check_federation(new.root_digest, subject)
     # A silo that was itself carried into the old plan trained for another one, which the new plan must name.
     if old.plan_id != carried.plan_id or carried.silo_id not in old.silos:
         raise ReplayError(

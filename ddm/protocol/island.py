@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.protocol.base import Digest, Document, File, NumImages, PlanId, ShortText, SiloId, Time
+from ddm.protocol.base import Digest, File, NumImages, PlanId, ShortText, SiloId, Time
+from ddm.protocol.federation import FederationDocument
 from ddm.protocol.submission import SubmittedExpert
 
 
-class Island(Document):
+class Island(FederationDocument):
     """One island: its expert and its number of images.
 
     Attributes:

@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from ddm.protocol.base import Document, PlanId, SiloId, Time
+from ddm.protocol.base import PlanId, SiloId, Time
+from ddm.protocol.federation import FederationDocument
 
 
-class Leave(Document):
+class Leave(FederationDocument):
     """The silo takes no further part in the plan, and what it sent for it is to be left out of later versions."""
 
     format: Literal["archipelago/leave/1"] = "archipelago/leave/1"

@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ddm.protocol.architecture import ClassCondition, Condition
-from ddm.protocol.base import Document, File, KeyText, Model, PlanId, SiloId, Time
+from ddm.protocol.base import File, KeyText, Model, PlanId, SiloId, Time
 from ddm.protocol.carried import CarriedSilo, check_carried_silos
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import Encoder
 from ddm.protocol.enrolment import AgreedSize
+from ddm.protocol.federation import FederationDocument
 from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
 from ddm.protocol.learning import Expert, Objective, OwnAdaptation, TDistribution
 from ddm.protocol.limits import Audit, SubmissionLimits
@@ -56,7 +57,7 @@ class PlanTerms(ModelTerms):
     rehearsal: bool = False
 
 
-class Plan(PlanTerms, Document):
+class Plan(PlanTerms, FederationDocument):
     """The signed instructions of one federation, or of one owner's islands; see `docs/reference` for an example.
 
     `silos` train for this plan; the experts of those in `carried` go on from an earlier one. The fields that an

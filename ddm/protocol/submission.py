@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 from ddm.protocol.base import (
     Delta,
     Digest,
-    Document,
     Epsilon,
     ExpertId,
     File,
@@ -28,6 +27,7 @@ from ddm.protocol.base import (
     Time,
     Unit,
 )
+from ddm.protocol.federation import FederationDocument
 from ddm.protocol.statistics import SubmittedStatistic
 from ddm.protocol.weight_privacy import NoWeightPrivacy, WeightPrivacy
 
@@ -168,7 +168,7 @@ class Approval(Model):
     despite_fail: Responsible | None = None
 
 
-class Submission(Document):
+class Submission(FederationDocument):
     """Everything that one silo sends for one plan.
 
     `carry_over` is the silo's consent that its experts and statistics go on in later plans of the federation in which

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.io.changes import finish_change
+from ddm.io.files import require_file
 from ddm.io.locks import locked
+from ddm.protocol.base import sha256_file
 
 # The bound of the largest role, `targets` (`ddm.trust.metadata.LIMITS`).
 MAX_TUF_BYTES = 5_000_000
@@ -27,6 +29,17 @@ class PublisherFolder:
     def tuf(self) -> Path:
         """The TUF repository's metadata."""
         return self.path / "tuf" / "metadata"
+
+    @property
+    def root_digest(self) -> str:
+        """The digest of the first root of trust, which names the federation in everything that is signed for it.
+
+        Raises:
+            MissingFileError: its holders have not signed it yet.
+        """
+        remedy = "The holders of root sign it first: aggregator status shows whose signatures are missing."
+        root = require_file(self.tuf / "1.root.json", "the federation's root of trust", remedy)
+        return sha256_file(root)
 
     @property
     def releases(self) -> Path:

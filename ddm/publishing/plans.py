@@ -35,9 +35,14 @@ def sign_plan_files(
         targets: delegates to the plan's silos, signed by the holders of `targets`.
         key: returns the keys plans, release, online and log.
         before: entries that the log gets first.
+
+    Raises:
+        FederationError: the plan names another federation; its silos would refuse it.
     """
     encoded = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
     plan = Plan.parse(encoded, subject="plan.json")
+    remedy = "Draft the plan again in the folder of this federation."
+    plan.check_federation(repository.root_digest, f"plan {plan.plan_id}", remedy)
     plan_id = plan.plan_id
     plan_digest = sha256_hex(encoded)
     files = {f"{plan_id}/plan.json": (len(encoded), plan_digest)}

@@ -55,16 +55,18 @@ def open_chain(sealed: Sequence[str], *, silo_id: str, root_digest: str) -> tupl
     Raises:
         DocumentError: see `open_rotation`; or the rotations do not follow each other.
         SignatureError: see `open_rotation`.
-        ReplayError: a rotation of another silo or federation.
+        ReplayError: a rotation of another silo.
+        FederationError: a rotation in another federation.
     """
     chain = tuple(open_rotation(text.encode()) for text in sealed)
     for rotation in chain:
         # A silo may use one key in two federations; a rotation in one of them must not count in the other.
-        if (rotation.silo_id, rotation.root_digest) != (silo_id, root_digest):
+        rotation.check_federation(root_digest, f"key rotation of {silo_id}")
+        if rotation.silo_id != silo_id:
             raise ReplayError(
                 f"key rotation of {silo_id}",
-                expected=f"a rotation of silo {silo_id} for root {root_digest[:16]}...",
-                got=f"one of silo {rotation.silo_id} for root {rotation.root_digest[:16]}...",
+                expected=f"a rotation of silo {silo_id}",
+                got=f"one of silo {rotation.silo_id}",
             )
     for before, after in pairwise(chain):
         if (after.number, after.old_key) != (before.number + 1, before.new_key):

@@ -27,6 +27,7 @@ from ddm.errors import MissingFileError, RoleError, RollbackError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.paths import check_path
 from ddm.io.untrusted import read_small
+from ddm.protocol.base import sha256_hex
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets, holders_of, log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import (
@@ -101,6 +102,11 @@ class Repository:
         repository._write(RELEASE, Targets(1, None, expires, {}), release_key)
         repository._write_snapshot({"targets", PLANS, RELEASE}, online_key, now)
         return repository
+
+    @property
+    def root_digest(self) -> str:
+        """The digest of the first root, which names the federation."""
+        return sha256_hex(self._read_file("1.root.json"))
 
     def root(self) -> Root:
         """Read the current root."""
@@ -239,12 +245,20 @@ class Repository:
         _check_owner(release_files, plan_id, RELEASE)
         targets = self.targets()
         carried = Delegates.from_targets(targets).carried
+        root_digest = self.root_digest
         data_of_role = {}
         for silo_id, data in silo_metadata.items():
             origin = carried.get(silo_id, plan_id)
             role = silo_role(origin, silo_id)
             key = _role_key(targets, role)
-            version, _ = read_silo_metadata(data, plan_id=origin, silo_id=silo_id, key=key, now=now)
+            version, _ = read_silo_metadata(
+                data,
+                root_digest=root_digest,
+                plan_id=origin,
+                silo_id=silo_id,
+                key=key,
+                now=now,
+            )
             self._check_not_older(role, version, data)
             data_of_role[role] = data
         # Nothing is written before all of it was checked.

@@ -22,6 +22,8 @@ The rules that are stricter than TUF are
    earlier plan from which the silo's experts are carried, each with threshold 1 and its own paths.
  * Only its owner lists a path (`ddm.trust.paths`), so that no role can sign for a silo.
  * No two silos share a key, and no silo shares one with `plans` or `release`.
+ * What a silo signed names the pinned root. The federation's own roles do not: they stand for nothing but the root, and
+   a release without a silo is none.
 
 The versions are compared with those seen before by `ddm.trust.version_store`.
 """
@@ -47,6 +49,7 @@ from ddm.io.paths import check_path
 from ddm.trust.drafts import delegated_roles, log_key_of
 from ddm.trust.metadata import check_expiry, check_signatures, parse_metadata, public_key
 from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, owner, split_silo_role
+from ddm.trust.silo_role import check_role_federation
 
 # The specification asks for a bound (5.3.3): a chain without end would keep a reader busy for ever.
 MAX_ROOT_ROTATIONS = 256
@@ -133,8 +136,9 @@ def verify_metadata(
     snapshot = _verify_snapshot(files, root, timestamp)
     targets = _verify_targets(files, root, snapshot)
     plan_id = _check_delegations(targets)
+    root_digest = _sha256(pinned)
     delegated = {
-        role: _verify_targets_role(files, role, targets, snapshot)
+        role: _verify_delegated_role(files, role, targets, snapshot, root_digest)
         for role in _roles_to_verify(targets, snapshot, kind)
     }
 
@@ -162,7 +166,7 @@ def verify_metadata(
         digests[role] = _sha256(files[f"{role}.json"])
         keys[role] = _key_ids(role, root, targets)
     return VerifiedMetadata(
-        root_fingerprint=_sha256(pinned),
+        root_fingerprint=root_digest,
         plan_id=plan_id,
         targets=listing,
         silo_keys={
@@ -347,6 +351,18 @@ def _verify_targets_role(
             subject, expected="no further delegations", got=f"delegations to {num_roles} roles"
         )
     return metadata.signed
+
+
+def _verify_delegated_role(
+    files: Mapping[str, bytes], role: str, targets: Targets, snapshot: Snapshot, root_digest: str
+) -> Targets:
+    """Check the metadata of a role below `targets`, and that a silo signed for this federation."""
+    signed = _verify_targets_role(files, role, targets, snapshot)
+    # The attack: a root of a stranger's delegates to the true keys of the silos of a public release, and what these
+    # silos signed for their own federation verifies under it.
+    if split_silo_role(role) is not None:
+        check_role_federation(signed, root_digest, f"metadata/{role}.json")
+    return signed
 
 
 def _is_removed(entry: MetaFile) -> bool:

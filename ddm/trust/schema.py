@@ -116,7 +116,7 @@ class _Root(_Common):
     type: Literal["root"] = Field(alias="_type")
     # A release is one folder that is copied as a whole: its files need no versions in their names.
     consistent_snapshot: Literal[False]
-    # The one field that TUF does not know (`ddm.trust.drafts`).
+    # TUF does not know it (`ddm.trust.drafts`).
     log_key: LogKeyText | None = None
     keys: dict[Digest, _Key]
     roles: _TopRoles
@@ -135,6 +135,8 @@ class _Snapshot(_Common):
 class _Targets(_Common):
     type: Literal["targets"] = Field(alias="_type")
     targets: Annotated[dict[_Path, _Target], Field(max_length=4096)]
+    # Of a silo's role; TUF does not know it (`ddm.trust.silo_role`).
+    root_digest: Digest | None = None
     delegations: _Delegations | None = None
 
 

@@ -6,7 +6,6 @@ sent again in place of a new one (a replay).
 """
 
 from dataclasses import dataclass
-from datetime import datetime
 
 from ddm.errors import ReplayError
 from ddm.protocol.leave import LEAVE_KIND, MAX_LEAVE_BYTES, Leave
@@ -63,30 +62,34 @@ def open_receipt(sealed: bytes, key: str, binding: ReceiptBinding) -> Receipt:
     return receipt
 
 
-def seal_leave_notice(plan_id: str, silo_id: str, key: SigningKey, now: datetime) -> bytes:
+def seal_leave_notice(notice: Leave, key: SigningKey) -> bytes:
     """Sign with the silo's key that the silo left the plan."""
-    # Named inside the seal: a notice for one plan must not take the silo out of the next one.
-    notice = Leave(plan_id=plan_id, silo_id=silo_id, at=now)
     return seal(notice.encode(), LEAVE_KIND, key)
 
 
-def open_leave_notice(sealed: bytes, key: PublicKey, plan_id: str, silo_id: str) -> Leave:
+def open_leave_notice(
+    sealed: bytes, key: PublicKey, *, root_digest: str, plan_id: str, silo_id: str
+) -> Leave:
     """Return a silo's notice that it left a plan, after checking its signature and what it names.
 
     Args:
         sealed: the bytes as received.
         key: the silo's signing key.
+        root_digest: sha256 of the first root of the federation that it must name.
         plan_id: the plan that it must name.
         silo_id: the silo that it must name.
 
     Raises:
         SignatureError: another key has signed it.
         DocumentError: it is too large, malformed, or of another kind.
+        FederationError: it names another federation.
         ReplayError: it names another plan or silo.
     """
     # The silo's own key: neither its courier nor the aggregator can say in its name that it left.
     payload, _ = open_sealed(sealed, LEAVE_KIND, key, MAX_LEAVE_BYTES)
     notice = Leave.parse(payload, subject="leave")
+    # Another federation may have a plan of this very id, chosen by whoever would take the silo out of this one.
+    notice.check_federation(root_digest, "leave")
     if (notice.plan_id, notice.silo_id) != (plan_id, silo_id):
         raise ReplayError(
             "leave",

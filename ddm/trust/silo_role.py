@@ -1,7 +1,8 @@
 """A silo's signature over its submission: its own TUF role, checked before any other part is parsed.
 
 The role's name contains plan and silo, and the paths that it may list begin with both. A submission can therefore
-neither be sent again for another plan, nor sent in another silo's name.
+neither be sent again for another plan, nor sent in another silo's name. The role also names the federation: its silo
+signs for this one, whoever delegates to its key.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from tuf.api.metadata import DelegatedRole, Delegations, Key, TargetFile, Target
 
 from ddm.errors import DocumentError, ReplayError, RoleError
 from ddm.io.paths import check_path
+from ddm.protocol.federation import check_federation
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import (
     METADATA_LIFE,
@@ -23,6 +25,8 @@ from ddm.trust.metadata import (
 from ddm.trust.paths import delegated_paths, is_plan_id, is_silo_id, owner, silo_role
 
 MAX_SILO_METADATA_BYTES = 256 * 1024
+# A field that only this package reads; TUF clients keep fields that they do not know, and the signature covers it.
+_FEDERATION_FIELD = "root_digest"
 
 
 def sign_silo_metadata(
@@ -31,16 +35,18 @@ def sign_silo_metadata(
     files: Mapping[str, tuple[int, str]],
     key: SigningKey,
     *,
+    root_digest: str,
     version: int,
     now: datetime,
 ) -> bytes:
-    """Sign one silo's submission for one plan.
+    """Sign one silo's submission for one plan of one federation.
 
     Args:
         plan_id: the plan.
         silo_id: the silo.
         files: path relative to ``targets/``, i.e. ``<plan_id>/silos/<silo_id>/...``, to (bytes, sha256).
         key: the silo's key.
+        root_digest: sha256 of the federation's first root.
         version: higher for each new submission of the same plan.
         now: the present; the signature is valid for five years.
 
@@ -60,16 +66,33 @@ def sign_silo_metadata(
     targets = {
         path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()
     }
-    return sign_metadata(Targets(version, None, expiry(now, METADATA_LIFE), targets), [key])
+    signed = Targets(
+        version,
+        None,
+        expiry(now, METADATA_LIFE),
+        targets,
+        unrecognized_fields={_FEDERATION_FIELD: root_digest},
+    )
+    return sign_metadata(signed, [key])
+
+
+def check_role_federation(signed: Targets, root_digest: str, subject: str) -> None:
+    """Refuse a silo's role that was signed for another federation, or for none.
+
+    Raises:
+        FederationError: it does not name the federation with this first root.
+    """
+    check_federation(signed.unrecognized_fields.get(_FEDERATION_FIELD), root_digest, subject)
 
 
 def verify_silo_metadata(
-    data: bytes, *, plan_id: str, silo_id: str, key: PublicKey, now: datetime
+    data: bytes, *, root_digest: str, plan_id: str, silo_id: str, key: PublicKey, now: datetime
 ) -> Mapping[str, tuple[int, str]]:
     """Check the signature over a submission.
 
     Args:
         data: the role's metadata file as received.
+        root_digest: sha256 of the first root of the federation that it must be for.
         plan_id: the plan that it must be for.
         silo_id: the silo that sent it, by its registered node.
         key: that silo's enrolled key.
@@ -82,16 +105,19 @@ def verify_silo_metadata(
         DocumentError: too large, malformed, not canonical, or without submission.json.
         SignatureError: not signed by this key only.
         ExpiredError: past its expiry.
+        FederationError: signed for another federation.
         ReplayError: signed for another plan.
         RoleError: it lists a path that is not this silo's, or delegates.
         UnsafePathError: it lists a path that could leave its folder.
     """
-    _, files = read_silo_metadata(data, plan_id=plan_id, silo_id=silo_id, key=key, now=now)
+    _, files = read_silo_metadata(
+        data, root_digest=root_digest, plan_id=plan_id, silo_id=silo_id, key=key, now=now
+    )
     return files
 
 
 def read_silo_metadata(
-    data: bytes, *, plan_id: str, silo_id: str, key: PublicKey, now: datetime
+    data: bytes, *, root_digest: str, plan_id: str, silo_id: str, key: PublicKey, now: datetime
 ) -> tuple[int, Mapping[str, tuple[int, str]]]:
     """Check as `verify_silo_metadata` does, and also return the signed version."""
     role = silo_role(plan_id, silo_id)
@@ -102,6 +128,7 @@ def read_silo_metadata(
     delegator = Targets(delegations=Delegations({tuf_key.keyid: tuf_key}, {role: delegated_role}))
     check_signatures(metadata, role, [delegator], subject)
     signed = metadata.signed
+    check_role_federation(signed, root_digest, subject)
     check_expiry(signed, now, subject)
     if signed.delegations is not None:
         # A role below this one could list files under a key that nobody enrolled.

@@ -17,10 +17,10 @@ It is written only after complete verification. The rules that the store follows
    metadata that the role's own keys signed, and is forgotten only if these keys were taken away as well.
  * *Removed roles*: a role leaves the snapshot when its silo is withdrawn or removed, or when a new plan does not carry
    it over. From then on the snapshot lists it with the next version, and what the silo signed before is outdated, as
-   for any TUF client that remembers a snapshot. A later plan must not carry the silo's experts over. This record
-   serves all plans of a federation, since the plan that brings a role back is not the plan whose release showed that
-   it was gone.
- * A release that this reader has verified before stays readable, also if it carries a role that was removed later.
+   for any TUF client that remembers a snapshot. No later version of the same plan may publish it again, and no later
+   plan may carry it over. This record serves all plans of a federation, since the plan that carries a role is not the
+   plan whose release showed that it was gone.
+ * A release that this reader has verified before stays readable, also if it shows a role that was removed later.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from ddm.io.files import write_atomic
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import Digest, Document, Model, PositiveInt
 from ddm.trust.metadata import LIMITS
-from ddm.trust.paths import silo_role
+from ddm.trust.paths import silo_role, split_silo_role
 from ddm.trust.rules import MAX_ROOT_ROTATIONS, VerifiedMetadata
 from ddm.trust.state_folder import locked_state_folder
 
@@ -60,11 +60,18 @@ class _VersionRecord(Document):
 
 
 class RemovedRoles(Document):
-    """Roles that are gone, with the first version that would not be outdated, and the ids of the snapshot's keys."""
+    """Roles that are gone.
+
+    Attributes:
+        keys: ids of the keys that held the snapshot.
+        roles: role to the first version that would not be outdated.
+        left: those of them that went in a later version of their own plan, and not because another plan began.
+    """
 
     format: Literal["archipelago/removed-roles/1"] = "archipelago/removed-roles/1"
     keys: Annotated[tuple[Digest, ...], Field(max_length=64)] = ()
     roles: Annotated[dict[str, PositiveInt], Field(max_length=65536)] = {}
+    left: Annotated[tuple[str, ...], Field(max_length=65536)] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class VersionStore:
             DocumentError: the store itself is damaged.
         """
         check_not_older(still_trusted(self._load(scope), metadata), metadata)
-        self._check_carried(scope, metadata)
+        self._check_removed(scope, metadata)
 
     def record(self, scope: str, metadata: VerifiedMetadata) -> None:
         """Remember verified metadata, unless another process has recorded something newer meanwhile.
@@ -119,7 +126,7 @@ class VersionStore:
             stored = self._load(scope)
             trusted = still_trusted(stored, metadata)
             check_not_older(trusted, metadata)
-            self._check_carried(scope, metadata)
+            self._check_removed(scope, metadata)
 
             # The roots first. If the process ends here, the next one knows a revoked key, which is never too early.
             for version, data in metadata.roots.items():
@@ -148,8 +155,8 @@ class VersionStore:
             if metadata.digests.get(role) == stored.digest
         )
 
-    def _check_carried(self, scope: str, metadata: VerifiedMetadata) -> None:
-        """Refuse experts carried over from an earlier plan although their silo was seen to be gone from it."""
+    def _check_removed(self, scope: str, metadata: VerifiedMetadata) -> None:
+        """Refuse experts of a silo that was seen to be gone from the plan for which it signed them."""
         # The very release that was verified before stays readable.
         if "snapshot" not in self.unchanged_roles(scope, metadata):
             check_not_removed(load_removed(self.folder), metadata)
@@ -225,9 +232,10 @@ def check_not_older(stored: Mapping[str, _RoleVersion], metadata: VerifiedMetada
 
 
 def check_not_removed(removed: RemovedRoles, metadata: VerifiedMetadata) -> None:
-    """Refuse a carried role that was seen to be gone; a pure function.
+    """Refuse a role that was seen to be gone; a pure function.
 
-    The attack: a plan publishes experts again that their silo withdrew, under the silo's old and still valid signature.
+    The attack: experts that their silo withdrew are published again, under the silo's old and still valid signature, in
+    a later version of their plan or in a plan that carries them over.
 
     Args:
         removed: what is remembered.
@@ -236,16 +244,19 @@ def check_not_removed(removed: RemovedRoles, metadata: VerifiedMetadata) -> None
     Raises:
         RollbackError: the subject names the role's metadata.
     """
-    first_versions = _still_removed(removed, metadata)
+    removed = _still_removed(removed, metadata)
     for silo_id, origin in metadata.origins.items():
-        if origin == metadata.plan_id:
-            continue
         role = silo_role(origin, silo_id)
-        if metadata.versions.get(role, 0) < first_versions.get(role, 0):
+        if origin == metadata.plan_id:
+            # The next plan removes the roles of the one before, whose releases may be read all the same; and a plan's
+            # bundle names silos that have not signed yet.
+            if role not in removed.left or role not in metadata.versions:
+                continue
+        if metadata.versions.get(role, 0) < removed.roles.get(role, 0):
             raise RollbackError(
                 f"metadata/{role}.json",
                 expected=f"no expert of {silo_id} from plan {origin}, which was seen without {silo_id}",
-                got=f"plan {metadata.plan_id}, which carries it over",
+                got=f"a release of plan {metadata.plan_id} that publishes it again",
                 remedy="Ask the federation why it publishes what a silo withdrew. If this release is older than the "
                 "one that you verified last, verify it with another --state.",
             )
@@ -267,17 +278,22 @@ def load_removed(folder: Path) -> RemovedRoles:
 def record_removed(folder: Path, metadata: VerifiedMetadata) -> None:
     """Remember the roles that this snapshot lists as removed; the caller holds the lock of the folder."""
     stored = load_removed(folder)
-    roles = _still_removed(stored, metadata)
+    known = _still_removed(stored, metadata)
+    roles = dict(known.roles)
+    left = set(known.left)
     for role, version in metadata.removed.items():
         roles[role] = max(version, roles.get(role, 0))
-    record = RemovedRoles(keys=metadata.keys["snapshot"], roles=roles)
+        silo_role_parts = split_silo_role(role)
+        if silo_role_parts is not None and silo_role_parts[0] == metadata.plan_id:
+            left.add(role)
+    record = RemovedRoles(keys=metadata.keys["snapshot"], roles=roles, left=tuple(sorted(left)))
     if roles and record != stored:
         write_atomic(folder / REMOVED_NAME, record.encode())
 
 
-def _still_removed(removed: RemovedRoles, metadata: VerifiedMetadata) -> dict[str, int]:
+def _still_removed(removed: RemovedRoles, metadata: VerifiedMetadata) -> RemovedRoles:
     """Return the removed roles, or none if a key that signed the snapshot was taken away since."""
     # A thief of that key may have listed any silo as removed, which would make honest releases unreadable.
     if not set(removed.keys) <= set(metadata.keys["snapshot"]):
-        return {}
-    return dict(removed.roles)
+        return RemovedRoles()
+    return removed

@@ -47,6 +47,7 @@ def plan_for(
     created, digest, names = now_utc(), sha256_hex(b""), ["centroids", "encoder", "sketch"]
     names += ["base"] if expert.get("adaptation", {}).get("kind") == "lora" else []
     document = {
+        "root_digest": digest,
         "plan_id": "figure-00000000",
         "created_at": created.isoformat(),
         "expires_at": (created + timedelta(days=1)).isoformat(),

@@ -11,7 +11,6 @@ from ddm.errors import ArchipelagoError, SetupError
 from ddm.images.text_reader import reader_path
 from ddm.io.files import read_bounded, require_file
 from ddm.io.space import check_writable, free_bytes
-from ddm.protocol.base import sha256_hex
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
@@ -83,7 +82,7 @@ class SiteFactsReader:
             proxy=proxy,
             modes=tuple(self._modes(settings)),
             key_encrypted=self._try("keys", self._key_encrypted),
-            root_digest=self._try("keys", self._root_digest),
+            root_digest=self._try("keys", lambda: site.root_digest),
             isolation=self._try("isolation", lambda: site.isolation) or "none",
             spent=self._try("ledger", lambda: self._spent(policy)),
             running=self._is_running(),
@@ -133,11 +132,6 @@ class SiteFactsReader:
         # Raises where the secret is missing; its value is not needed here.
         site.salt()
         return read_bounded(key_path, _MAX_SMALL_BYTES).lstrip().startswith(_ENCRYPTED)
-
-    def _root_digest(self) -> str:
-        remedy = "Restore private/trust/ from backup."
-        root_path = require_file(self._site.root_path, "the pinned root", remedy)
-        return sha256_hex(read_bounded(root_path, _MAX_SMALL_BYTES))
 
     def _modes(self, settings: SiloSettings | None) -> Iterator[PathMode]:
         site = self._site

@@ -157,7 +157,7 @@ def receive_plan(
         # The courier could offer a signed plan under another plan's name, and so have it worked on twice.
         if verified.plan_id != plan_id:
             raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
-        accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
+        accepted = _read_plan(site, part, plan_id, verified.files["plan.json"].digest)
         plan = accepted.plan
         _check_files_are_signed(plan, verified)
         # Carried experts are verified by roles of earlier plans; plan and signature must agree on which plan that is.
@@ -352,11 +352,12 @@ def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:
 
     Raises:
         DigestError: the site's copy has changed.
+        FederationError: it is a plan of another federation than the one whose root this site pinned.
     """
-    return _read_plan(plan_folder(site, plan_id), plan_id, digest)
+    return _read_plan(site, plan_folder(site, plan_id), plan_id, digest)
 
 
-def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
+def _read_plan(site: Site, bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
     folder = bundle / "targets" / plan_id
     data = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
     digest_found = sha256_hex(data)
@@ -368,4 +369,6 @@ def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
     # A genuine plan in the folder of another one would be worked on under the wrong name.
     if plan.plan_id != plan_id:
         raise ReplayError("plan.json", expected=plan_id, got=plan.plan_id)
+    # What this site signs for a plan names the plan's federation: it must be the one that the site joined.
+    site.check_federation(plan, f"plan {plan_id}")
     return AcceptedPlan(plan=plan, digest=digest, folder=folder)

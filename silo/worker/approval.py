@@ -32,10 +32,17 @@ def review_folder(site: Site) -> Path:
 
 
 def load_draft(site: Site) -> Submission:
-    """Read the draft that waits for approval."""
-    return Submission.parse(
+    """Read the draft that waits for approval.
+
+    Raises:
+        FederationError: it is for another federation than the one whose root this site pinned.
+    """
+    draft = Submission.parse(
         read_bounded(review_folder(site) / "draft.json", MAX_DOCUMENT_BYTES), subject="draft.json"
     )
+    # The root may have been replaced since the plan was accepted: nothing is shown, approved or signed for whoever did.
+    site.check_federation(draft, "draft.json")
+    return draft
 
 
 def approve(site: Site, digest: str, despite_fail: Responsible | None = None) -> None:

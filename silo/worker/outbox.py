@@ -90,6 +90,7 @@ def write_draft(
     ]
     head_digest, num_entries, chain = ledger.head
     return Submission(
+        root_digest=plan.root_digest,
         plan_id=plan.plan_id,
         plan_digest=accepted.digest,
         silo_id=terms.silo_id,
@@ -207,7 +208,15 @@ def send_submission(
     for expert in submission.experts:
         signed[f"{plan_id}/{expert.file.path}"] = (expert.file.bytes, expert.file.digest)
     # A later submission has the higher version, so that an earlier one cannot take its place.
-    role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
+    role = sign_silo_metadata(
+        plan_id,
+        silo_id,
+        signed,
+        key,
+        root_digest=submission.root_digest,
+        version=submission.sequence,
+        now=now,
+    )
 
     # The courier, another user, sees the whole submission or nothing of it.
     group_folder(final.parent, site.outbox)

@@ -60,10 +60,9 @@ def _record_rotation(site: Site, old_key: SigningKey, new_key: SigningKey) -> No
     # A second record for the same key would break the chain: each begins with the key that the last one ends with.
     if records and open_rotation(records[-1]).new_key == str(new_key.public):
         return
-    settings = site.settings()
     rotation = KeyRotation(
-        root_digest=settings.root_digest,
-        silo_id=settings.silo_id,
+        root_digest=site.root_digest,
+        silo_id=site.settings().silo_id,
         number=len(records) + 1,
         old_key=str(old_key.public),
         new_key=str(new_key.public),

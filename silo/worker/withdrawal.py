@@ -7,7 +7,7 @@ from ddm.io.files import write_for_group
 from ddm.io.locks import locked
 from ddm.io.modes import group_folder
 from ddm.protocol.base import now_utc
-from ddm.protocol.leave import LEAVE_NAME
+from ddm.protocol.leave import LEAVE_NAME, Leave
 from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import seal_leave_notice
 from silo.config import Site
@@ -78,8 +78,13 @@ def _leave_notice(site: Site, plan_id: str, key: SigningKey) -> None:
     """Put a signed notice for the aggregator into the outbox: only this silo can take itself out."""
     folder = site.outbox / plan_id
     group_folder(folder, site.outbox)
-    notice = seal_leave_notice(plan_id, site.settings().silo_id, key, now_utc())
-    write_for_group(folder / LEAVE_NAME, notice)
+    notice = Leave(
+        root_digest=site.root_digest,
+        plan_id=plan_id,
+        silo_id=site.settings().silo_id,
+        at=now_utc(),
+    )
+    write_for_group(folder / LEAVE_NAME, seal_leave_notice(notice, key))
 
 
 def _empty_outbox(site: Site, state: State) -> None:

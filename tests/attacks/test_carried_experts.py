@@ -389,7 +389,7 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
     assert "east" in {
         silo.silo_id for silo in open_release(out, root=grown.root, state=None).manifest.silos
     }
-    with pytest.raises(RollbackError, match=r"east.*carries it over|SplitView"):
+    with pytest.raises(RollbackError, check=has_subject(".east.json")):
         open_release(out, root=grown.root, state=state)
     with serve_folder(out) as server:
         updater = tuf_client(server.url, cache, grown.root.read_bytes())

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from aggregator.membership.registry import read_card
-from ddm.errors import ArchipelagoError, DocumentError, ReplayError, SignatureError
+from ddm.errors import (
+    ArchipelagoError,
+    DocumentError,
+    FederationError,
+    ReplayError,
+    SignatureError,
+)
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, KeyHistory, KeyRotation, RotatedCard
 from ddm.publishing.keys import load_key
@@ -44,11 +50,16 @@ def put_in_place(published: PublishedRelease, silo_id: str, thief: SigningKey) -
     repository = Repository(federation.tuf)
     delegates = repository.delegates()
     old = delegates.silos[silo_id]
+    role = {"root_digest": federation.root_digest, "now": now_utc()}
     version, files = read_silo_metadata(
-        signed.read_bytes(), plan_id=plan_id, silo_id=silo_id, key=old, now=now_utc()
+        signed.read_bytes(),
+        plan_id=plan_id,
+        silo_id=silo_id,
+        key=old,
+        **role,  # type: ignore[arg-type]
     )
     signed.write_bytes(
-        sign_silo_metadata(plan_id, silo_id, files, thief, version=version + 1, now=now_utc())
+        sign_silo_metadata(plan_id, silo_id, files, thief, version=version + 1, **role)  # type: ignore[arg-type]
     )
     targets = repository.next_targets(
         replace(delegates, silos={**delegates.silos, silo_id: thief.public}), now_utc()
@@ -264,7 +275,7 @@ def test_history_that_the_old_key_did_not_seal_convinces_no_reader(keyed, read, 
             KeyHistory(silos={"east": (sealed(genuine, old, thief),)}),
             SignatureError,
         ),
-        "another federation": (KeyHistory(silos={"east": (sealed(elsewhere),)}), ReplayError),
+        "another federation": (KeyHistory(silos={"east": (sealed(elsewhere),)}), FederationError),
         "another silo": (KeyHistory(silos={"east": (sealed(other),)}), ReplayError),
         "of a silo's that is not there": (
             KeyHistory(silos={"west": history.silos["east"]}),

@@ -280,14 +280,25 @@ def signed(
         **{f"{base}{name}": data for name, data in extra.items()},
     }
     listed = {name: (len(data), sha256_hex(data)) for name, data in files.items()}
-    role = sign_silo_metadata(plan_id, "north", listed, tiny.key("north"), version=number, now=NOW)
+    role = sign_silo_metadata(
+        plan_id,
+        "north",
+        listed,
+        tiny.key("north"),
+        root_digest=tiny.federation.root_digest,
+        version=number,
+        now=NOW,
+    )
     targets = {name.removeprefix(f"{plan_id}/"): data for name, data in files.items()}
     return {f"metadata/{plan_id}.north.json": role, **targets}
 
 
 def signed_hostile(tiny: TinyFederation, plan_id: str) -> list[dict[str, bytes]]:
     bad = CANARIES[0]
-    document = submission_document() | {"plan_id": plan_id}
+    document = submission_document() | {
+        "root_digest": tiny.federation.root_digest,
+        "plan_id": plan_id,
+    }
     spoils: list[Any] = [
         {bad: bad},
         document | {bad: bad},

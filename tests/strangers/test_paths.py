@@ -263,11 +263,15 @@ def listing(path: str) -> bytes:
     """What a silo signs when it lists one file more."""
     paths = {f"{PLAN}/silos/north/submission.json", path}
     files = {path: TargetFile(1, {"sha256": DIGEST}, path) for path in paths}
-    return sign_metadata(Targets(1, None, expiry(NOW, METADATA_LIFE), files), [KEY])
+    fields = {"root_digest": DIGEST}
+    signed = Targets(1, None, expiry(NOW, METADATA_LIFE), files, unrecognized_fields=fields)
+    return sign_metadata(signed, [KEY])
 
 
 def read_listing(data: bytes) -> Any:
-    return verify_silo_metadata(data, plan_id=PLAN, silo_id="north", key=KEY.public, now=NOW)
+    return verify_silo_metadata(
+        data, root_digest=DIGEST, plan_id=PLAN, silo_id="north", key=KEY.public, now=NOW
+    )
 
 
 def test_silo_cannot_sign_a_name_that_leads_elsewhere() -> None:

@@ -151,6 +151,7 @@ class DishonestAggregator:
             save_tensors(home / path, tensors)
             files.append(File.of(path, home / path))
         document = plan.document | {
+            "root_digest": self.repository.root_digest,
             "plan_id": plan_id,
             "files": [file.model_dump() for file in files],
         }

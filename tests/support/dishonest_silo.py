@@ -66,6 +66,7 @@ class DishonestSilo:
             save_tensors(folder / f"{kind}.safetensors", tensors)
         experts = self._experts(plan, files, statistics["counts"]["counts"], folder, num_units)
         submission = Submission(
+            root_digest=plan.root_digest,
             plan_id=plan.plan_id,
             plan_digest=plan_digest,
             silo_id=self.silo_id,
@@ -103,7 +104,13 @@ class DishonestSilo:
         role.parent.mkdir()
         role.write_bytes(
             sign_silo_metadata(
-                submission.plan_id, self.silo_id, signed, key, version=1, now=now_utc()
+                submission.plan_id,
+                self.silo_id,
+                signed,
+                key,
+                root_digest=submission.root_digest,
+                version=1,
+                now=now_utc(),
             )
         )
 

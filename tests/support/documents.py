@@ -18,6 +18,7 @@ def plan_document(**changes: object) -> dict[str, Any]:
     ]
     document: dict[str, Any] = {
         "format": "archipelago/plan/1",
+        "root_digest": "f" * 64,
         "plan_id": "digits-3f9a1c2e",
         "created_at": created.isoformat(),
         "expires_at": (created + timedelta(days=90)).isoformat(),

@@ -98,6 +98,7 @@ class KeyedFederation:
         public = ec.generate_private_key(ec.SECP256R1()).public_key()
         node = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         card = Card(
+            root_digest=self.federation.root_digest,
             silo_id=silo_id,
             signing_key=str(self.silos[silo_id].public),
             node_key=node,
@@ -141,6 +142,7 @@ class KeyedFederation:
         """A plan that nobody could carry out, but anybody can sign."""
         folder = self.path / f"draft-{number}"
         document = plan_document(plan_id=f"digits-{number:08x}", silos=sorted(silos))
+        document["root_digest"] = self.federation.root_digest
         document["receipt_key"] = str(next_receipts_key(self.federation))
         files = []
         for entry in document["files"]:
@@ -194,7 +196,13 @@ class KeyedFederation:
         plan_id = f"digits-{number:08x}"
         files = describe_files(home, f"{plan_id}/silos/{silo_id}")
         return sign_silo_metadata(
-            plan_id, silo_id, files, self.silos[silo_id], version=1, now=self.now
+            plan_id,
+            silo_id,
+            files,
+            self.silos[silo_id],
+            root_digest=self.federation.root_digest,
+            version=1,
+            now=self.now,
         )
 
     def hold(self, *names: str, threshold: int) -> Holders:

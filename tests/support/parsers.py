@@ -111,6 +111,7 @@ def submission_document() -> dict[str, Any]:
     price = {"epsilon": 1.0, "delta": 1e-5}
     return {
         "format": "archipelago/submission/1",
+        "root_digest": DIGEST,
         "plan_id": PLAN,
         "plan_digest": DIGEST,
         "silo_id": "north",
@@ -197,6 +198,7 @@ def card_document() -> dict[str, Any]:
     """A silo's public keys."""
     return {
         "format": "archipelago/card/1",
+        "root_digest": DIGEST,
         "silo_id": "north",
         "signing_key": str(KEY.public),
         "node_key": "ecdsa-sha2-nistp256 AAAAE2VjZHNh",
@@ -248,13 +250,21 @@ def silo_role() -> bytes:
         f"{base}/submission.json": (100, DIGEST),
         f"{base}/experts/north/expert.safetensors": (100, DIGEST),
     }
-    return sign_silo_metadata(PLAN, "north", files, KEY, version=1, now=NOW)
+    return sign_silo_metadata(PLAN, "north", files, KEY, root_digest=DIGEST, version=1, now=NOW)
 
 
 def island_document() -> dict[str, Any]:
     """What an island of one owner states: a part of a submission."""
     whole = submission_document()
-    kept = ("plan_id", "plan_digest", "silo_id", "created_at", "num_units", "software")
+    kept = (
+        "root_digest",
+        "plan_id",
+        "plan_digest",
+        "silo_id",
+        "created_at",
+        "num_units",
+        "software",
+    )
     expert = whole["experts"][0] | {"privacy": {"kind": "none"}}
     return {name: whole[name] for name in kept} | {
         "format": "archipelago/island/1",
@@ -333,7 +343,13 @@ def _format(kind: type[Document]) -> dict[str, str]:
 @cache
 def document_parsers() -> Mapping[str, ParserCase]:
     """Every parser of documents and metadata, by name."""
-    role = {"plan_id": PLAN, "silo_id": "north", "key": KEY.public, "now": NOW}
+    role = {
+        "root_digest": DIGEST,
+        "plan_id": PLAN,
+        "silo_id": "north",
+        "key": KEY.public,
+        "now": NOW,
+    }
     root = payload_of(parse_metadata(metadata()["root"], Root, "root").signed).decode()
     request = {
         "format": "archipelago/ceremony/1",
@@ -370,7 +386,13 @@ def document_parsers() -> Mapping[str, ParserCase]:
         "island": _document(Island, island_document()),
         "leave": _document(
             Leave,
-            {"plan_id": PLAN, "silo_id": "north", "at": "2026-01-01T00:00:00Z"} | _format(Leave),
+            {
+                "root_digest": DIGEST,
+                "plan_id": PLAN,
+                "silo_id": "north",
+                "at": "2026-01-01T00:00:00Z",
+            }
+            | _format(Leave),
         ),
         **{
             f"job's {kind.__name__.lower()}": _document(kind, said | _format(kind))

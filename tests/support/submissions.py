@@ -48,7 +48,12 @@ class Arrival:
         return json.loads(self.document_path.read_bytes())
 
     def rewrite(
-        self, change: Callable[[dict], None], *, key: SigningKey | None = None, version: int = 1
+        self,
+        change: Callable[[dict], None],
+        *,
+        key: SigningKey | None = None,
+        version: int = 1,
+        root_digest: str | None = None,
     ) -> None:
         """Change the document, describe the files as they now are, and sign it all again as a cheating silo would."""
         document = self.document()
@@ -66,7 +71,13 @@ class Arrival:
                 expert["file"]["digest"],
             )
         role = sign_silo_metadata(
-            self.plan_id, SILO, signed, key or self.key, version=version, now=now_utc()
+            self.plan_id,
+            SILO,
+            signed,
+            key or self.key,
+            root_digest=root_digest or self.tiny.federation.root_digest,
+            version=version,
+            now=now_utc(),
         )
         self.role_path.write_bytes(role)
 

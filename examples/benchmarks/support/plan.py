@@ -13,6 +13,7 @@ def small_plan(shape: Sequence[int], num_steps: int) -> Plan:
     created, silos, names = now_utc(), ["north"], ("centroids", "encoder", "sketch")
     document = {
         "format": "archipelago/plan/1",
+        "root_digest": "f" * 64,
         "plan_id": "bench-00000001",
         "created_at": created.isoformat(),
         "expires_at": (created + timedelta(days=1)).isoformat(),

@@ -50,12 +50,26 @@ def test_document_is_refused_when_it_changed_after_intake(published: PublishedRe
 def test_role_is_refused_when_somebody_else_signed_it(published: PublishedRelease) -> None:
     role = accepted(published, f"metadata/{published.plan_id}.north.json")
     key = published.tiny.key("north").public
+    root_digest = published.tiny.federation.root_digest
     signed = verify_silo_metadata(
-        role.read_bytes(), plan_id=published.plan_id, silo_id="north", key=key, now=now_utc()
+        role.read_bytes(),
+        root_digest=root_digest,
+        plan_id=published.plan_id,
+        silo_id="north",
+        key=key,
+        now=now_utc(),
     )
     stranger = SigningKey.generate()
     role.write_bytes(
-        sign_silo_metadata(published.plan_id, "north", signed, stranger, version=1, now=now_utc())
+        sign_silo_metadata(
+            published.plan_id,
+            "north",
+            signed,
+            stranger,
+            root_digest=root_digest,
+            version=1,
+            now=now_utc(),
+        )
     )
     with pytest.raises(SignatureError):
         take_inventory(published.tiny.federation)

@@ -19,12 +19,13 @@ from ddm.errors import (
     ArchipelagoError,
     BusyError,
     DocumentError,
+    FederationError,
     LedgerError,
     MissingFileError,
     PolicyError,
     SignatureError,
 )
-from ddm.protocol.base import now_utc
+from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
@@ -40,13 +41,16 @@ def node_key() -> str:
 
 
 NODE = node_key()
+ROOT = b"a root of trust"
 OTHER_NODE = node_key()
 
 
 @pytest.fixture
 def federation(tmp_path: Path) -> Federation:
     (tmp_path / "fed" / "registry").mkdir(parents=True)
-    (tmp_path / "fed" / "tuf").mkdir()
+    metadata = tmp_path / "fed" / "tuf" / "metadata"
+    metadata.mkdir(parents=True)
+    (metadata / "1.root.json").write_bytes(ROOT)
     return Federation(tmp_path / "fed")
 
 
@@ -57,9 +61,11 @@ def write_card(
     node: str = NODE,
     named: SigningKey | None = None,
     agreed: AgreedSize = AgreedSize(images=64),
+    root: bytes = ROOT,
 ) -> Path:
     signing_key = str((named or key).public)
     card = Card(
+        root_digest=sha256_hex(root),
         silo_id=silo_id,
         signing_key=signing_key,
         node_key=node,
@@ -71,6 +77,15 @@ def write_card(
     path = folder / f"{silo_id}.card.json"
     path.write_bytes(seal(card.encode(), CARD_KIND, key))
     return path
+
+
+def test_enroll_refuses_a_card_made_for_another_federation(
+    federation: Federation, tmp_path: Path
+) -> None:
+    card = write_card(tmp_path, "north", SigningKey.generate(), root=b"another root of trust")
+    with pytest.raises(FederationError, check=has_subject("card of silo north")):
+        enroll_silo(federation, card)
+    assert read_cards(federation) == {}
 
 
 def test_enroll_keeps_a_card_and_takes_the_same_one_again(

@@ -24,6 +24,7 @@ from tests.support.federation import make_draft, recipe
 def card(silo_id: str, images: int, **policy: Any) -> Card:
     """A silo's card, with the strictest policy that the small recipe fits unless `policy` changes it."""
     fields: dict[str, Any] = {
+        "root_digest": "f" * 64,
         "silo_id": silo_id,
         "signing_key": f"ed25519:{'0' * 64}",
         "node_key": "ecdsa-sha2-nistp256 AAAA",

@@ -13,14 +13,17 @@ import torch
 from PIL import Image
 
 from ddm.encoders.text import TextEncoder
+from ddm.errors import FederationError
 from ddm.islands.arrays import map_array
 from ddm.islands.folder import Islands
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import open_release
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import sha256_file
+from tests.support.commands import run_command
 from tests.support.islands import RECIPE, Owner, digits
 from tests.support.pages import PageReader, active_content
+from tests.support.stranger import Stranger
 from tests.support.text_encoders import make_encoder, save_encoder
 
 
@@ -44,6 +47,16 @@ def manifest(owner: Owner, release: str) -> dict[str, object]:
     assert result.code == 0, result.err
     document: dict[str, object] = json.loads(result.out)
     return document
+
+
+def test_release_of_islands_under_a_strangers_root_is_refused(
+    trained: Owner, tmp_path: Path
+) -> None:
+    stranger = Stranger(trained.path / "release", tmp_path / "stranger")
+    stranger.sign_again()
+    refused = run_command("ddm", "verify", stranger.copy, "--root", stranger.root)
+    assert refused.code == FederationError.exit_code, refused
+    assert "island0.json" in refused.err
 
 
 def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(

@@ -101,7 +101,13 @@ class SignedFederation:
     def silo_metadata(self, silo_id: str, version: int = 1) -> bytes:
         files = describe_files(self.silo_files(silo_id))
         return sign_silo_metadata(
-            self.plan_id, silo_id, files, self.keys[silo_id], version=version, now=self.now
+            self.plan_id,
+            silo_id,
+            files,
+            self.keys[silo_id],
+            root_digest=self.repository.root_digest,
+            version=version,
+            now=self.now,
         )
 
     def publish(

@@ -12,6 +12,7 @@ from ddm.errors import (
     ArchipelagoError,
     DocumentError,
     ExpiredError,
+    FederationError,
     FormatError,
     ReplayError,
     RoleError,
@@ -25,6 +26,7 @@ from ddm.trust.silo_role import MAX_SILO_METADATA_BYTES, sign_silo_metadata, ver
 from tests.support.case import case
 
 PLAN = "digits-3f9a1c2e"
+ROOT_DIGEST = "f" * 64
 KEY = SigningKey.generate()
 FILES = {
     f"{PLAN}/silos/north/submission.json": (10, "a" * 64),
@@ -34,16 +36,22 @@ FILES = {
 
 @pytest.fixture
 def sealed(now) -> bytes:
-    return sign_silo_metadata(PLAN, "north", FILES, KEY, version=1, now=now)
+    return sign_silo_metadata(
+        PLAN, "north", FILES, KEY, root_digest=ROOT_DIGEST, version=1, now=now
+    )
 
 
 def check(data: bytes, now, plan_id: str = PLAN, silo_id: str = "north", key=KEY.public):
-    return verify_silo_metadata(data, plan_id=plan_id, silo_id=silo_id, key=key, now=now)
+    return verify_silo_metadata(
+        data, root_digest=ROOT_DIGEST, plan_id=plan_id, silo_id=silo_id, key=key, now=now
+    )
 
 
 def signed_listing(now, *paths: str, key: SigningKey = KEY) -> bytes:
     targets = {path: TargetFile(1, {"sha256": "a" * 64}, path) for path in paths}
-    return sign_metadata(Targets(1, None, now + METADATA_LIFE, targets), [key])
+    fields = {"root_digest": ROOT_DIGEST}
+    signed = Targets(1, None, now + METADATA_LIFE, targets, unrecognized_fields=fields)
+    return sign_metadata(signed, [key])
 
 
 def test_submission_role_returns_what_was_signed(sealed, now):
@@ -74,6 +82,17 @@ def test_submission_with_a_second_signature_is_refused(now):
         check(sign_metadata(targets, [KEY, SigningKey.generate()]), now)
 
 
+def test_submission_signed_for_another_federation_or_for_none_is_refused(sealed, now):
+    elsewhere = sign_silo_metadata(
+        PLAN, "north", FILES, KEY, root_digest="0" * 64, version=1, now=now
+    )
+    files = {path: TargetFile(1, {"sha256": "a" * 64}, path) for path in FILES}
+    nowhere = sign_metadata(Targets(1, None, now + METADATA_LIFE, files), [KEY])
+    for name, data in {"another": elsewhere, "none": nowhere}.items():
+        with case(federation=name), pytest.raises(FederationError):
+            check(data, now)
+
+
 def test_submission_for_another_plan_is_refused_as_a_replay(sealed, now):
     with pytest.raises(ReplayError):
         check(sealed, now, plan_id="digits-00000002")
@@ -98,7 +117,13 @@ def test_submission_that_lists_a_path_of_another_role_is_refused(now):
                 check(signed_listing(now, f"{PLAN}/silos/north/submission.json", path), now)
             with pytest.raises(RoleError):
                 sign_silo_metadata(
-                    PLAN, "north", FILES | {path: (1, "a" * 64)}, KEY, version=1, now=now
+                    PLAN,
+                    "north",
+                    FILES | {path: (1, "a" * 64)},
+                    KEY,
+                    root_digest=ROOT_DIGEST,
+                    version=1,
+                    now=now,
                 )
 
 
@@ -128,7 +153,12 @@ def test_submission_that_delegates_is_refused(now):
     key = KEY.public.tuf_key()
     role = DelegatedRole("other", [key.keyid], 1, True, ["*"])
     targets = Targets(
-        1, None, now + METADATA_LIFE, {}, Delegations({key.keyid: key}, {"other": role})
+        1,
+        None,
+        now + METADATA_LIFE,
+        {},
+        Delegations({key.keyid: key}, {"other": role}),
+        unrecognized_fields={"root_digest": ROOT_DIGEST},
     )
     with pytest.raises(RoleError):
         check(sign_metadata(targets, [KEY]), now)
@@ -150,9 +180,19 @@ def test_oversized_submission_role_is_refused_before_it_is_parsed(now):
 def test_signing_refuses_ids_that_are_none_and_a_time_without_zone(now):
     for plan_id, silo_id in (("digits", "north"), (PLAN, "North"), (PLAN, "../x"), (PLAN, "")):
         with pytest.raises(DocumentError):
-            sign_silo_metadata(plan_id, silo_id, FILES, KEY, version=1, now=now)
+            sign_silo_metadata(
+                plan_id, silo_id, FILES, KEY, root_digest=ROOT_DIGEST, version=1, now=now
+            )
     with pytest.raises(FormatError):
-        sign_silo_metadata(PLAN, "north", FILES, KEY, version=1, now=now.replace(tzinfo=None))
+        sign_silo_metadata(
+            PLAN,
+            "north",
+            FILES,
+            KEY,
+            root_digest=ROOT_DIGEST,
+            version=1,
+            now=now.replace(tzinfo=None),
+        )
 
 
 def values():

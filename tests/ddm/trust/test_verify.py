@@ -27,6 +27,7 @@ from ddm.errors import (
     UnlistedFileError,
     UnsafePathError,
 )
+from ddm.protocol.base import sha256_hex
 from ddm.trust.keys import SigningKey
 from ddm.trust.metadata import METADATA_LIFE, sign_metadata
 from ddm.trust.silo_role import sign_silo_metadata
@@ -305,7 +306,9 @@ def test_release_file_listed_by_plans_is_refused_too(release, root, keys, now):
 @pytest.mark.parametrize("thief", ["east", "release", "online", "targets"])
 def test_submission_role_signed_by_another_key_is_refused(release, root, keys, now, thief):
     files = {f"{PLAN}/silos/north/submission.json": (1, "0" * 64)}
-    forged = sign_silo_metadata(PLAN, "north", files, keys[thief], version=2, now=now)
+    forged = sign_silo_metadata(
+        PLAN, "north", files, keys[thief], root_digest=sha256_hex(root), version=2, now=now
+    )
     resign(release, keys, {f"{PLAN}.north": forged})
     with pytest.raises(SignatureError) as error:
         verify_release(release, root, state=None)

@@ -18,7 +18,7 @@ from ddm.errors import (
     SubmissionRefusedError,
 )
 from ddm.io.locks import locked
-from ddm.protocol.leave import LEAVE_NAME
+from ddm.protocol.leave import LEAVE_NAME, Leave
 from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import open_leave_notice, seal_leave_notice
 from silo.config import Site
@@ -196,7 +196,8 @@ def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
     before = spent(site)
     assert withdraw_from_plan(site, key).state == "withdrawn"
     sealed = (site.outbox / first / LEAVE_NAME).read_bytes()
-    assert open_leave_notice(sealed, key.public, first, SILO).plan_id == first
+    plan = {"root_digest": tiny.federation.root_digest, "plan_id": first, "silo_id": SILO}
+    assert open_leave_notice(sealed, key.public, **plan).plan_id == first
     assert json.loads((site.outbox / "status.json").read_bytes())["state"] == "withdrawn"
     assert not list((site.outbox / first).rglob("*.safetensors"))
     assert spent(site) == before
@@ -344,19 +345,25 @@ def test_word_that_a_plan_was_given_up_is_believed_from_the_silos_own_key_alone(
     arrived = tiny.federation.incoming / plan_id / SILO / LEAVE_NAME
     arrived.parent.mkdir(parents=True)
     key = tiny.key(SILO)
-    at = tiny.federation.current_plan()[0].created_at
+    plan, _ = tiny.federation.current_plan()
+    notice = Leave(root_digest=plan.root_digest, plan_id=plan_id, silo_id=SILO, at=plan.created_at)
+
+    def elsewhere(**changes: str) -> bytes:
+        return seal_leave_notice(notice.model_copy(update=changes), key)
+
     for name, forged in {
-        "another key": seal_leave_notice(plan_id, SILO, SigningKey.generate(), at),
-        "another silo's key": seal_leave_notice(plan_id, SILO, tiny.key("south"), at),
-        "another plan": seal_leave_notice("tiny-00000001", SILO, key, at),
-        "another silo": seal_leave_notice(plan_id, "south", key, at),
+        "another key": seal_leave_notice(notice, SigningKey.generate()),
+        "another silo's key": seal_leave_notice(notice, tiny.key("south")),
+        "another plan": elsewhere(plan_id="tiny-00000001"),
+        "another silo": elsewhere(silo_id="south"),
+        "another federation": elsewhere(root_digest="0" * 64),
         "junk": b"junk",
     }.items():
         arrived.write_bytes(forged)
         tiny.take_in()
         assert not (tiny.federation.receipts / plan_id / SILO).exists(), name
         assert not arrived.exists(), f"{name} stays in the way of the genuine word"
-    arrived.write_bytes(seal_leave_notice(plan_id, SILO, key, at))
+    arrived.write_bytes(seal_leave_notice(notice, key))
     tiny.take_in()
     assert (tiny.federation.receipts / plan_id / SILO / "final").exists()
     assert (tiny.federation.withdrawn / plan_id / SILO / "withdrawal.json").exists()
