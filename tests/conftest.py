@@ -14,7 +14,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.browser import browser, one_browser  # noqa: F401, fixtures for every test
-from tests.support.federation import TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation
 from tests.support.submissions import SILO, Arrival, arrive
 from tests.support.temporary import MEMORY, has_room_for_tests, make_once
 from tests.support.threads import THREADS
@@ -26,12 +26,12 @@ if has_room_for_tests(MEMORY):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 # Nothing that is imported is ever garbage; a hundred modules of tests make the collector look for it again and again.
 gc.disable()
-# where others run beside it a test takes longer
+# hypothesis fails an example that takes longer than others, as one does where other tests run beside it.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 
-# in the background of a script; programs would inherit it
+# A shell that starts tests in the background lets them ignore SIGINT, and programs that they start would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -90,19 +90,26 @@ def as_many_threads_as_asked_for() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_disks() -> Iterator[None]:
     """Return at once from `fsync`, here and not in programs: only a power cut, which no test makes, shows its use."""
+
+    def check_open(file: Any) -> None:
+        """Raise the OSError of a descriptor that is not open, as `fsync` does."""
+        os.fstat(file if isinstance(file, int) else file.fileno())
+
     with pytest.MonkeyPatch.context() as patch:
-        # A descriptor that is not open still raises OSError.
-        patch.setattr(
-            os,
-            "fsync",
-            lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None,
-        )
+        patch.setattr(os, "fsync", check_open)
         yield
 
 
 @dataclass(frozen=True)
 class PublishedRelease:
-    """A release, the root that a researcher pinned, and the federation behind it."""
+    """A release and what is behind it.
+
+    Attributes:
+        release: its folder.
+        root: the root that a researcher pinned.
+        plan_id: of its plan.
+        tiny: the federation that published it.
+    """
 
     release: Path
     root: Path
@@ -136,30 +143,30 @@ def published(published_once: PublishedRelease, tmp_path: Path) -> PublishedRele
     return PublishedRelease(tiny.path / "release", tiny.root, published_once.plan_id, tiny)
 
 
-Planned = tuple[TinyFederation, str]
-
-
 @pytest.fixture(scope="session")
-def planned_once(shared_folder: Path) -> Planned:
-    """A federation of two silos whose plan has reached the inbox of one, and the plan's id; tests never change it."""
+def planned_once(shared_folder: Path) -> PlannedFederation:
+    """A federation of two silos whose plan has reached the inbox of one; tests never change it."""
 
     def make(folder: Path) -> None:
         tiny = TinyFederation.create(folder, {SILO: 40, "south": 30})
         tiny.deliver_plan(SILO, tiny.sign())
 
     tiny = TinyFederation.open(make_once(shared_folder / "planned_once", make))
-    return tiny, tiny.current_plan_id()
+    return PlannedFederation(tiny, tiny.current_plan_id())
 
 
 @pytest.fixture(scope="session")
-def sent_once(planned_once: Planned, shared_folder: Path) -> Planned:
+def sent_once(planned_once: PlannedFederation, shared_folder: Path) -> PlannedFederation:
     """The same, with that silo's submission in its outbox; nothing was taken in."""
-    planned, plan_id = planned_once
-    folder = make_once(shared_folder / "sent_once", lambda folder: planned.copy(folder).work(SILO))
-    return TinyFederation.open(folder), plan_id
+
+    def make(folder: Path) -> None:
+        planned_once.tiny.copy(folder).work(SILO)
+
+    tiny = TinyFederation.open(make_once(shared_folder / "sent_once", make))
+    return PlannedFederation(tiny, planned_once.plan_id)
 
 
 @pytest.fixture
-def arrival(sent_once: Planned, tmp_path: Path) -> Arrival:
+def arrival(sent_once: PlannedFederation, tmp_path: Path) -> Arrival:
     """A copy in which the submission has arrived at the aggregator, for a test to tamper with."""
     return arrive(sent_once, tmp_path / "copy")

@@ -77,74 +77,89 @@ def world(world_once: WaitingFederation, tmp_path: Path) -> WaitingFederation:
 MISTAKES = {
     # Typing
     "a command misspelt": Mistake(
-        lambda w: ["silo", "stauts", w.north], 2, "Did you mean 'status'", after=status_command
+        lambda w: ["silo", "stauts", w.north],
+        2,
+        "Did you mean 'status'",
+        repeated_command=status_command,
     ),
     "a flag misspelt": Mistake(
         lambda w: [*status_command(w), "--jsn"],
         2,
         "Did you mean --json",
-        after=lambda w: [*status_command(w), "--json"],
+        repeated_command=lambda w: [*status_command(w), "--json"],
     ),
     "an option left out": Mistake(
-        lambda w: w.init()[:-2][:3], 2, "Missing option '--id'", after=lambda w: w.init()
+        lambda w: w.init()[:-2][:3], 2, "Missing option '--id'", repeated_command=lambda w: w.init()
     ),
     "arguments swapped": Mistake(
         lambda w: ["aggregator", "enroll", w.path / "north.card.json", w.fed],
         2,
         "is a file",
-        after=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
+        repeated_command=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
     ),
     "a half that does not exist": Mistake(
         lambda w: ["silo", "run", w.north, "--only", "both"],
         2,
         "'worker', 'courier'",
-        after=status_command,
+        repeated_command=status_command,
     ),
     # The wrong folder or file
     "the federation for the site": Mistake(
-        lambda w: ["silo", "status", w.fed], 4, "silo.toml", after=status_command
+        lambda w: ["silo", "status", w.fed], 4, "silo.toml", repeated_command=status_command
     ),
     "the site for the federation": Mistake(
         lambda w: ["aggregator", "status", w.north],
         4,
         "federation.toml",
-        after=lambda w: ["aggregator", "status", w.fed],
+        repeated_command=lambda w: ["aggregator", "status", w.fed],
     ),
     "a folder in the site": Mistake(
-        lambda w: ["silo", "status", w.north / "private"], 4, "silo.toml", after=status_command
+        lambda w: ["silo", "status", w.north / "private"],
+        4,
+        "silo.toml",
+        repeated_command=status_command,
     ),
     "the card for the invitation": Mistake(
         lambda w: w.init(invitation=w.path / "north.card.json"),
         21,
         "name the right file",
-        after=lambda w: w.init(),
+        repeated_command=lambda w: w.init(),
     ),
     "the invitation for the card": Mistake(
         lambda w: ["aggregator", "enroll", w.fed, w.fed / "invitation.json"],
         21,
         "name the right file",
-        after=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
+        repeated_command=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
     ),
     "an invitation that is not there": Mistake(
-        lambda w: w.init(invitation="gone.json"), 4, "gone.json", after=lambda w: w.init()
+        lambda w: w.init(invitation="gone.json"),
+        4,
+        "gone.json",
+        repeated_command=lambda w: w.init(),
     ),
     "a wrong root fingerprint": Mistake(
         lambda w: w.init(**{"root-fingerprint": "0" * 64}),
         19,
         "Compare the root",
-        after=lambda w: w.init(**{"root-fingerprint": w.fingerprint.upper()}),
+        repeated_command=lambda w: w.init(**{"root-fingerprint": w.fingerprint.upper()}),
     ),
     "a site id with a blank": Mistake(
-        lambda w: w.init(id="Nord 1"), 3, "a letter a-z", after=lambda w: w.init(id="nord1")
+        lambda w: w.init(id="Nord 1"),
+        3,
+        "a letter a-z",
+        repeated_command=lambda w: w.init(id="nord1"),
     ),
     "a path of images with a slip": Mistake(
-        lambda w: w.init(data=w.path / "nroth.npz"), 4, "nroth.npz", after=lambda w: w.init()
+        lambda w: w.init(data=w.path / "nroth.npz"),
+        4,
+        "nroth.npz",
+        repeated_command=lambda w: w.init(),
     ),
     "a letter for images": Mistake(
         lambda w: w.init(data=w.path / "pass"),
         7,
         "silo scan --data",
-        after=lambda w: [
+        repeated_command=lambda w: [
             "silo",
             "scan",
             "--data",
@@ -154,7 +169,10 @@ MISTAKES = {
         ],
     ),
     "a site made twice": Mistake(
-        lambda w: w.init("north"), 6, "Choose another folder", after=lambda w: w.init("north 2")
+        lambda w: w.init("north"),
+        6,
+        "Choose another folder",
+        repeated_command=lambda w: w.init("north 2"),
     ),
     "a federation made twice": Mistake(
         lambda w: [
@@ -169,7 +187,7 @@ MISTAKES = {
         ],
         6,
         "Choose another folder",
-        after=lambda w: [
+        repeated_command=lambda w: [
             "aggregator",
             "init",
             w.path / "fed 2",
@@ -193,7 +211,7 @@ MISTAKES = {
         ],
         3,
         "--address",
-        after=lambda w: [
+        repeated_command=lambda w: [
             "aggregator",
             "init",
             w.path / "f",
@@ -208,35 +226,35 @@ MISTAKES = {
         lambda w: ["silo", "enroll", w.north, "--out", w.south, *w.secret],
         2,
         "directory",
-        after=lambda w: w.enroll(*w.secret),
+        repeated_command=lambda w: w.enroll(*w.secret),
     ),
     "results below a file": Mistake(
         lambda w: ["silo", "enroll", w.north, "--out", w.path / "pass" / "c.json", *w.secret],
         8,
         "paths",
-        after=lambda w: w.enroll(*w.secret),
+        repeated_command=lambda w: w.enroll(*w.secret),
     ),
     # Passphrases and keys
     "a wrong passphrase": Mistake(
         lambda w: w.enroll("--passphrase-file", w.path / "wrong"),
         5,
         "right passphrase",
-        after=lambda w: w.enroll(*w.secret),
+        repeated_command=lambda w: w.enroll(*w.secret),
     ),
     "an empty passphrase file": Mistake(
         lambda w: w.enroll("--passphrase-file", w.path / "empty"),
         5,
         "first line",
-        after=lambda w: w.enroll(*w.secret),
+        repeated_command=lambda w: w.enroll(*w.secret),
     ),
     "a passphrase file that is gone": Mistake(
         lambda w: w.enroll("--passphrase-file", w.path / "gone"),
         4,
         "--passphrase-file",
-        after=lambda w: w.enroll(*w.secret),
+        repeated_command=lambda w: w.enroll(*w.secret),
     ),
     "nobody to ask for the passphrase": Mistake(
-        lambda w: w.enroll(), 5, "--passphrase-file", after=lambda w: w.enroll(*w.secret)
+        lambda w: w.enroll(), 5, "--passphrase-file", repeated_command=lambda w: w.enroll(*w.secret)
     ),
     "a key that was moved away": Mistake(
         lambda w: w.enroll(*w.secret),
@@ -278,26 +296,26 @@ MISTAKES = {
         "",
         edit_text("north/policy.toml", "budget_epsilon", "budget_epsilom"),
         edit_text("north/policy.toml", "budget_epsilom", "budget_epsilon"),
-        after=lambda w: ["silo", "ledger", "show", w.north],
+        repeated_command=lambda w: ["silo", "ledger", "show", w.north],
     ),
     # Too early, too late, twice
     "approving what is not there": Mistake(
         lambda w: ["silo", "approve", w.south, "--digest", w.digest],
         34,
         "nothing is left to approve",
-        after=status_command,
+        repeated_command=status_command,
     ),
     "approving another digest": Mistake(
         lambda w: ["silo", "approve", w.north, "--digest", "0" * 64],
         34,
         "silo review",
-        after=lambda w: ["silo", "approve", w.north, "--digest", w.digest],
+        repeated_command=lambda w: ["silo", "approve", w.north, "--digest", w.digest],
     ),
     "approving the first letters": Mistake(
         lambda w: ["silo", "approve", w.north, "--digest", w.digest[:16]],
         34,
         "silo review",
-        after=lambda w: ["silo", "review", w.north],
+        repeated_command=lambda w: ["silo", "review", w.north],
     ),
     "withdrawing in a script without a word of consent": Mistake(
         lambda w: ["silo", "withdraw", w.north, *w.secret],
@@ -309,39 +327,39 @@ MISTAKES = {
         lambda w: ["silo", "review", w.south],
         3,
         "silo status",
-        after=lambda w: ["silo", "status", w.south],
+        repeated_command=lambda w: ["silo", "status", w.south],
     ),
     "withdrawing before the first plan": Mistake(
         lambda w: ["silo", "withdraw", w.path / "west", *w.secret],
         34,
         "silo run",
         lambda w: run_command(*w.init("west")),
-        after=lambda w: ["silo", "status", w.path / "west"],
+        repeated_command=lambda w: ["silo", "status", w.path / "west"],
     ),
     "options of the images' page without it": Mistake(
         lambda w: ["silo", "review", w.north, "--list"],
         3,
         "--images",
-        after=lambda w: ["silo", "review", w.north],
+        repeated_command=lambda w: ["silo", "review", w.north],
     ),
     "a release over another one": Mistake(
         lambda w: ["aggregator", "publish", w.fed, "--out", w.path / "release", *w.secret],
         6,
         "",
-        after=lambda w: ["ddm", "verify", *w.release()],
+        repeated_command=lambda w: ["ddm", "verify", *w.release()],
     ),
     "a router before the submissions": Mistake(
         lambda w: ["aggregator", "router", w.fed],
         3,
         "aggregator run",
-        after=lambda w: ["aggregator", "status", w.fed],
+        repeated_command=lambda w: ["aggregator", "status", w.fed],
     ),
     # Plans
     "a recipe that is not there": Mistake(
         lambda w: w.plan(recipe=w.path / "p.toml"),
         4,
         "p.toml",
-        after=lambda w: [*w.plan(), "--yes"],
+        repeated_command=lambda w: [*w.plan(), "--yes"],
     ),
     "recipe and images swapped": Mistake(
         lambda w: [*w.plan(recipe=w.path / "public.npz", public=w.path / "plan.toml"), "--yes"],
@@ -349,20 +367,20 @@ MISTAKES = {
         "public.npz",
     ),
     "nobody to confirm": Mistake(
-        lambda w: w.plan(), 3, "--yes", after=lambda w: [*w.plan(), "--yes"]
+        lambda w: w.plan(), 3, "--yes", repeated_command=lambda w: [*w.plan(), "--yes"]
     ),
     "too few public images": Mistake(
         lambda w: [*w.plan(public=w.path / "few.npz"), "--yes"],
         7,
         "more public images",
         lambda w: np.savez(w.path / "few.npz", images=images(3, 0.0, seed=1)),
-        after=lambda w: [*w.plan(), "--yes"],
+        repeated_command=lambda w: [*w.plan(), "--yes"],
     ),
     "a key that does not exist": Mistake(
         lambda w: ["aggregator", "rotate", w.fed, "rooot", *w.secret],
         3,
         "one of root",
-        after=lambda w: ["aggregator", "status", w.fed],
+        repeated_command=lambda w: ["aggregator", "status", w.fed],
     ),
     # Damage
     "a ledger edited by hand": Mistake(
@@ -405,7 +423,7 @@ MISTAKES = {
         lambda w: ["ddm", "sample", *w.release("--num", 0, "--out", w.path / "a.png")],
         2,
         "--num",
-        after=lambda w: ["ddm", "verify", *w.release()],
+        repeated_command=lambda w: ["ddm", "verify", *w.release()],
     ),
     "a format that nobody writes": Mistake(
         lambda w: [
@@ -415,7 +433,7 @@ MISTAKES = {
         ],
         3,
         ".png",
-        after=lambda w: [
+        repeated_command=lambda w: [
             "ddm",
             "sample",
             *w.release("--num", 1, "--steps", 1, "--out", w.path / "neu" / "ä b.png"),
@@ -429,7 +447,7 @@ MISTAKES = {
         ],
         3,
         "north, south",
-        after=lambda w: [
+        repeated_command=lambda w: [
             "ddm",
             "sample",
             *w.release("--num", 1, "--steps", 1, "--prior", "north=1", "--out", w.path / "a.png"),
@@ -455,7 +473,7 @@ MISTAKES = {
             "127.0.0.1:1",
             *w.secret,
         ),
-        after=lambda w: ["ddm", "verify", *w.release()],
+        repeated_command=lambda w: ["ddm", "verify", *w.release()],
     ),
 }
 
@@ -473,19 +491,19 @@ def test_mistake_ends_with_a_documented_code_and_its_remedy_helps(
     name: str, world: WaitingFederation
 ) -> None:
     mistake = MISTAKES[name]
-    mistake.spoil(world)
-    result = typed(mistake.typed(world))
+    mistake.prepare(world)
+    result = typed(mistake.command(world))
     assert result.code == mistake.code, result.err
-    assert mistake.says in result.err + result.out
+    assert mistake.message in result.err + result.out
     if result.code not in (0, 2) and result.err:
         assert "to do:" in result.err
-    mistake.mend(world)
-    if mistake.mend is not do_nothing or mistake.after:
-        again = typed((mistake.after or mistake.typed)(world))
+    mistake.remedy(world)
+    if mistake.remedy is not do_nothing or mistake.repeated_command:
+        again = typed((mistake.repeated_command or mistake.command)(world))
         if name == "a letter for images":
             assert "not an image" in again.out
         else:
-            assert again.code == mistake.ends, again.err
+            assert again.code == mistake.final_code, again.err
 
 
 def test_there_are_forty_mistakes_and_more() -> None:

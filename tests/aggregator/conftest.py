@@ -6,7 +6,7 @@ import pytest
 
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
-from tests.support.federation import TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation
 from tests.support.publishing import publish_short_pages
 
 
@@ -17,7 +17,7 @@ def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def late_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def late_once(tmp_path_factory: pytest.TempPathFactory) -> PlannedFederation:
     """Two silos of which one has answered, the other has trained and waits to be fetched."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("late"), {"east": 40, "north": 60})
     plan_id = tiny.sign()
@@ -27,11 +27,10 @@ def late_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation,
     tiny.collect("north", plan_id)
     tiny.take_in()
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 @pytest.fixture
-def late(late_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
+def late(late_once: PlannedFederation, tmp_path: Path) -> PlannedFederation:
     """A copy that a test may change."""
-    original, plan_id = late_once
-    return original.copy(tmp_path / "late"), plan_id
+    return late_once.copy(tmp_path / "late")

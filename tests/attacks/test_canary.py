@@ -100,7 +100,7 @@ def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_read
             for silo_id in EXPORTS:
                 operators.serve(silo_id, "silo", "run", tmp_path / silo_id)
             operators.wait_until(
-                lambda: all(operators.ended(name) for name in operators.services), "the end"
+                lambda: all(operators.ended_well(name) for name in operators.services), "the end"
             )
         finally:
             operators.stop()

@@ -240,7 +240,7 @@ def test_silo_that_did_not_consent_is_not_carried(published: PublishedRelease) -
 
 
 def test_policy_decides_on_consent_and_the_review_shows_it(planned_once, tmp_path: Path) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites["north"]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})  # says nothing of later plans
     tiny.work("north", until="awaiting_approval")

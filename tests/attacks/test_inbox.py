@@ -33,8 +33,8 @@ from ddm.transport.shards import list_folder, read_spans, whole_spans
 from silo.courier.handlers import SiteLimits, answer
 from silo.courier.inbox import MAX_UNVERIFIED, Inbox, usage
 from silo.worker.worker import Worker
-from tests.conftest import Planned
 from tests.support.bundles import Signer, site_settings
+from tests.support.federation import PlannedFederation
 from tests.support.submissions import SILO
 
 SHARD = 40_000
@@ -305,9 +305,9 @@ def test_only_a_receipt_that_the_plan_s_key_signed_for_this_submission_is_kept(
 
 
 def test_worker_finds_the_genuine_plan_among_junk_and_copies_none_of_it(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny, plan_id = planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
+    tiny, plan_id = planned_once.copy(tmp_path / "tiny")
     site = tiny.sites[SILO]
     for number in range(12):
         bundle = site.inbox / f"aaaa-{number:08x}" / "bundle"
@@ -337,10 +337,10 @@ def test_worker_finds_the_genuine_plan_among_junk_and_copies_none_of_it(
 
 
 def test_worker_takes_a_plan_whose_name_junk_had_before(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
     """Without a restart: what was refused was those bytes, not the name."""
-    tiny, plan_id = planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
+    tiny, plan_id = planned_once.copy(tmp_path / "tiny")
     site = tiny.sites[SILO]
     bundle = site.inbox / plan_id / "bundle"
     bundle.rename(tmp_path / "genuine")

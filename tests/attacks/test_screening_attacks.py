@@ -39,7 +39,7 @@ from examples.screening.measure import (
     where,
 )
 from tests.support.errors import has_subject
-from tests.support.federation import TinyFederation, recipe
+from tests.support.federation import PlannedFederation, TinyFederation, recipe
 from tests.support.screening import ARCHITECTURE, SHAPE, TRAINING, make_wild_at, public_images
 from tests.support.submissions import SILO, Arrival, arrive
 
@@ -67,7 +67,7 @@ MISSED = [
 
 
 @pytest.fixture(scope="module")
-def sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def sent(tmp_path_factory: pytest.TempPathFactory) -> PlannedFederation:
     """A silo's submission of an expert that was trained long enough to draw images, and the plan's id."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("screening"), {SILO: 80})
     architecture = ARCHITECTURE.model_dump(mode="json")
@@ -77,16 +77,16 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]
     (tiny.federation.keys / "screening.secret").write_bytes(bytes(SECRET_BYTES))
     tiny.deliver_plan(SILO, plan_id)
     tiny.work(SILO)
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 @pytest.fixture
-def arrived(sent: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
+def arrived(sent: PlannedFederation, tmp_path: Path) -> Arrival:
     return arrive(sent, tmp_path / "copy")
 
 
 @pytest.fixture(scope="module")
-def honest(sent: tuple[TinyFederation, str]) -> dict[str, Tensor]:
+def honest(sent: PlannedFederation) -> dict[str, Tensor]:
     tiny, plan_id = sent
     return load_file(next((tiny.sites[SILO].outbox / plan_id / "1").rglob("expert.safetensors")))
 

@@ -31,7 +31,7 @@ from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.commands import run_command
 from tests.support.errors import has_subject
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation
 from tests.support.federation_keys import KeyedFederation
 
 
@@ -224,10 +224,10 @@ def test_consent_is_remembered_or_asked_for_again_however_the_reader_is_cut_shor
 
 
 def test_plan_that_ends_the_process_is_given_up_although_others_are_looked_at_between(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
     """The attack: a courier puts an older, worthless bundle beside it, at which the worker looks first each time."""
-    site = planned_once[0].copy(tmp_path / "copy").sites["north"]
+    site = planned_once.tiny.copy(tmp_path / "copy").sites["north"]
     for _ in range(MAX_LOST_ATTEMPTS):
         with pytest.raises(PolicyError), guard_attempt(site, "worthless-00000001"):
             raise PolicyError("plan", expected="x", got="y")
@@ -246,11 +246,11 @@ def test_plan_that_ends_the_process_is_given_up_although_others_are_looked_at_be
 
 
 def test_full_disk_of_the_site_refuses_no_plan(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned_once: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
-    shutil.rmtree(tiny.sites["north"].inbox / planned_once[1], ignore_errors=True)
-    tiny.deliver_plan("north", planned_once[1])
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    shutil.rmtree(tiny.sites["north"].inbox / planned_once.plan_id, ignore_errors=True)
+    tiny.deliver_plan("north", planned_once.plan_id)
 
     def full(*arguments: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -258,14 +258,14 @@ def test_full_disk_of_the_site_refuses_no_plan(
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr("ddm.trust.version_store.write_atomic", full)
         tiny.work("north", until="plan_refused")
-    assert tiny.work("north", until="plan_accepted").plan_id == planned_once[1]
+    assert tiny.work("north", until="plan_accepted").plan_id == planned_once.plan_id
 
 
 def test_plan_that_the_courier_tidies_just_now_is_looked_at_again(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
     """The courier holds the folder for as long as it verifies the bundle, with every message that comes."""
-    tiny, plan_id = planned_once[0].copy(tmp_path / "copy"), planned_once[1]
+    tiny, plan_id = planned_once.copy(tmp_path / "copy")
     site = tiny.sites["north"]
     shutil.rmtree(site.inbox / plan_id, ignore_errors=True)
     tiny.deliver_plan("north", plan_id)
@@ -283,9 +283,9 @@ def test_plan_that_the_courier_tidies_just_now_is_looked_at_again(
 
 
 def test_rotated_card_can_be_read_by_whoever_takes_it_to_the_aggregator(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path, request: pytest.FixtureRequest
+    planned_once: PlannedFederation, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    tiny, secret = planned_once[0].copy(tmp_path / "copy"), tmp_path / "secret"
+    tiny, secret = planned_once.tiny.copy(tmp_path / "copy"), tmp_path / "secret"
     secret.write_bytes(PASSPHRASE + b"\n")
     before = os.umask(0o077)  # as the program sets it
     request.addfinalizer(lambda: os.umask(before))

@@ -33,7 +33,13 @@ from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.commands import run_command
 from tests.support.errors import has_subject
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    PlannedFederation,
+    TinyFederation,
+    write_policy,
+)
 from tests.support.federation_keys import KeyedFederation
 from tests.support.publishing import publish_next_version, publish_short_pages
 
@@ -342,10 +348,10 @@ def rotate(tiny: TinyFederation, silo_id: str, folder: Path) -> Path:
 
 
 def test_silo_refuses_a_plan_in_which_another_key_would_sign_in_its_place(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
     """The attack: the holder of `targets` names a key of their own for the silo, which would train for nobody."""
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     repository = Repository(tiny.federation.tuf)
     targets = repository.next_targets(
         replace(
@@ -359,7 +365,7 @@ def test_silo_refuses_a_plan_in_which_another_key_would_sign_in_its_place(
         online_key=load_key(tiny.federation, "online", PASSPHRASE),
         now=now_utc(),
     )
-    bundle = tiny.sites["north"].inbox / planned_once[1] / "bundle"
+    bundle = tiny.sites["north"].inbox / planned_once.plan_id / "bundle"
     shutil.rmtree(bundle / "metadata")
     repository.export_bundle(bundle)
     state = tiny.work("north", until="plan_refused")
@@ -369,9 +375,9 @@ def test_silo_refuses_a_plan_in_which_another_key_would_sign_in_its_place(
 
 
 def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     site, fed = tiny.sites["north"], tiny.federation.path
     old = tiny.key("north").public
     first = rotate(tiny, "north", tmp_path).read_bytes()
@@ -383,7 +389,7 @@ def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(
     assert run_command("aggregator", "enroll", fed, out).code == 0
     (tmp_path / "first.json").write_bytes(first)
     assert run_command("aggregator", "enroll", fed, tmp_path / "first.json").code == 13
-    assert tiny.federation.delegations()[f"{planned_once[1]}.north"] == str(old)
+    assert tiny.federation.delegations()[f"{planned_once.plan_id}.north"] == str(old)
     plan_id = tiny.sign()
     assert tiny.federation.delegations()[f"{plan_id}.north"] == str(new)
     shutil.rmtree(site.inbox)
@@ -398,9 +404,9 @@ def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(
 
 
 def test_rotation_that_was_cut_short_is_finished_with_the_same_key(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     private = tiny.sites["north"].private
     old = (private / "silo.key").read_bytes()
     before = rotate(tiny, "north", tmp_path).read_bytes()

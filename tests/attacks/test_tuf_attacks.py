@@ -36,7 +36,7 @@ from ddm.trust.verify import verify_bundle
 from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.commands import run_command
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation
 from tests.support.publishing import publish_short_pages, publish_unchecked
 from tests.support.thief import forge_metadata, list_again
 from tests.support.web_host import WebHost, serve_folder, tuf_client
@@ -246,16 +246,18 @@ def test_rollback_after_a_rotation_is_refused(readers: Readers) -> None:
 
 
 def test_silo_recovers_from_a_fast_forward_as_readers_do(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites["north"]
     root, trust = tiny.root.read_bytes(), site.private / "trust"
 
     def received(bundle: Path) -> None:
         verify_bundle(bundle, root, state=trust)
 
-    stolen = Path(shutil.copytree(tiny.federation.bundle(planned_once[1]), tmp_path / "stolen"))
+    stolen = Path(
+        shutil.copytree(tiny.federation.bundle(planned_once.plan_id), tmp_path / "stolen")
+    )
     list_again(
         stolen / "metadata", load_key(tiny.federation, "online", PASSPHRASE), timestamp=MAX_VERSION
     )

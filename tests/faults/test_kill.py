@@ -59,7 +59,7 @@ def operators(tmp_path: Path) -> Iterator[Operators]:
 def kill(operators: Operators, victim: str) -> bool:
     """Kill one process and say whether it was there."""
     service, pattern = VICTIMS[victim]
-    if operators.ended(service):
+    if operators.ended_well(service):
         return False
     pids = operators.pids(service, pattern) if pattern else [operators.running[service].pid]
     for pid in pids:

@@ -78,7 +78,7 @@ class NetworkedFederation:
         """The command of a stranger who does something."""
         words = [str(argument) for argument in arguments]
         return [
-            *self.switch.inside("stranger"),
+            *self.switch.command_prefix("stranger"),
             sys.executable,
             "-m",
             "tests.support.network_stranger",
@@ -121,7 +121,10 @@ class NetworkedFederation:
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkedFederation]:
     with network_switch(ADDRESSES) as switch:
-        prefix = {"aggregator": switch.inside("aggregator"), "north": switch.inside("silo")}
+        prefix = {
+            "aggregator": switch.command_prefix("aggregator"),
+            "north": switch.command_prefix("silo"),
+        }
         operators = Operators(tmp_path_factory.mktemp("namespaces"), prefix)
         try:
             set_up_federation(
@@ -178,7 +181,7 @@ def test_flood_of_idle_and_slow_connections_leaves_a_silo_half_its_rate(
 
 def test_stranger_finds_one_open_port_and_none_at_the_silo(federation: NetworkedFederation) -> None:
     switch = federation.switch
-    reachable = {host: switch.reachable(host) for host in ("aggregator", "silo")}
+    reachable = {host: switch.reachable_addresses(host) for host in ("aggregator", "silo")}
     assert all(ADDRESSES[host] in addresses for host, addresses in reachable.items())
     print(reachable)
     open_ports = federation.ask_stranger("scan", *reachable["aggregator"], *reachable["silo"])

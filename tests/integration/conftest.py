@@ -23,9 +23,8 @@ def open_folder() -> Iterator[Path]:
 
     Not below /tmp, where a container has a folder of its own, in which it may write.
     """
-    folder = Path(
-        tempfile.mkdtemp(prefix="archipelago-", dir="/srv" if os.access("/srv", os.W_OK) else None)
-    )
+    parent = "/srv" if os.access("/srv", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="archipelago-", dir=parent))
     folder.chmod(0o711)
     try:
         yield folder

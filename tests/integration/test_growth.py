@@ -29,7 +29,7 @@ def run_plan(operators: Operators, silos: tuple[str, ...]) -> None:
     for silo in silos:
         operators.serve(silo, "silo", "run", operators.folder / silo)
     operators.wait_until(
-        lambda: all(map(operators.ended, ("aggregator", *silos))), "a receipt of every silo"
+        lambda: all(map(operators.ended_well, ("aggregator", *silos))), "a receipt of every silo"
     )
 
 

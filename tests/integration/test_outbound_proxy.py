@@ -149,7 +149,7 @@ def test_courier_works_through_a_proxy_alone_and_says_what_is_wrong_with_it(
             "north-worker", "silo", "run", operators.folder / "north", "--only", "worker"
         )
         through(proxy, operators, int(port))
-        operators.wait_until(lambda: operators.ended("north-worker"), "the receipt")
+        operators.wait_until(lambda: operators.ended_well("north-worker"), "the receipt")
         status = json.loads(operators.call("silo", "status", site.path, "--json"))
         assert status["state"] == "accepted"
         assert len(re.findall(rf"CONNECT {FAR}:{port}", proxy.log())) >= 2

@@ -104,7 +104,7 @@ def test_two_silos_run_in_containers_and_code_in_the_couriers_place_gets_nothing
         look_into_both_halves(operators, podman, folder / "north")
         operators.wait_until(
             lambda: all(
-                operators.ended(name) for name in operators.running if "courier" not in name
+                operators.ended_well(name) for name in operators.running if "courier" not in name
             ),
             "the receipts",
         )

@@ -177,7 +177,9 @@ def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_noth
     assert len(got["read"]) > 10 and got["write"] == [] and got["processes"]
     operators.wait_until(
         lambda: all(
-            operators.ended(service) for service in operators.running if "courier" not in service
+            operators.ended_well(service)
+            for service in operators.running
+            if "courier" not in service
         ),
         "the receipts",
     )

@@ -122,7 +122,8 @@ def test_superseded_plan_costs_nothing_and_every_way_out_works_when_typed(
     digest = silo_status(operators, "north")["submission_digest"]
     operators.call("silo", "approve", folder / "north", "--digest", digest)
     operators.wait_until(
-        lambda: all(map(operators.ended, ("aggregator", "north"))), "north's receipt, south's leave"
+        lambda: all(map(operators.ended_well, ("aggregator", "north"))),
+        "north's receipt, south's leave",
     )
     assert (silo_status(operators, "north")["state"], standing(operators, "north")) == (
         "accepted",

@@ -15,17 +15,15 @@ from silo.cli import app
 from silo.config import Site
 from silo.data.first_look import UnitCounts, count_units
 from silo.setup import make_card, round_up
-from tests.conftest import Planned
 from tests.support.cohorts import source_at
-from tests.support.federation import POLICY, TinyFederation, cohort, write_policy
+from tests.support.federation import POLICY, PlannedFederation, TinyFederation, cohort, write_policy
 from tests.support.submissions import SILO
 
 
 @pytest.fixture
-def planned(planned_once: Planned, tmp_path: Path) -> tuple[TinyFederation, str]:
+def planned(planned_once: PlannedFederation, tmp_path: Path) -> PlannedFederation:
     """A site of 40 images, enrolled for 64, with a plan in its inbox."""
-    original, plan_id = planned_once
-    return original.copy(tmp_path / "copy"), plan_id
+    return planned_once.copy(tmp_path / "copy")
 
 
 def hold(tiny: TinyFederation, **arrays: np.ndarray) -> None:
@@ -58,7 +56,7 @@ def test_card_states_the_next_power_of_two_so_that_it_reveals_no_number(
 
 
 def test_card_counts_the_data_until_a_person_states_a_number_which_then_stays(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     site = planned[0].sites[SILO]
     key = planned[0].key(SILO)
@@ -72,7 +70,7 @@ def test_card_counts_the_data_until_a_person_states_a_number_which_then_stays(
 
 
 def test_card_of_a_site_that_protects_patients_counts_them(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]
@@ -87,7 +85,7 @@ def test_card_of_a_site_that_protects_patients_counts_them(
 
 
 def test_command_writes_the_card_and_says_what_it_states(
-    planned: tuple[TinyFederation, str], capsys: pytest.CaptureFixture[str]
+    planned: PlannedFederation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny, _ = planned
     (tiny.path / "pass").write_text("correct horse\n")
@@ -104,7 +102,7 @@ def test_command_writes_the_card_and_says_what_it_states(
 
 @pytest.mark.parametrize("images", [None, 63, 65])
 def test_plan_that_states_another_size_than_the_card_is_refused(
-    planned: tuple[TinyFederation, str], images: int | None
+    planned: PlannedFederation, images: int | None
 ) -> None:
     """A smaller number would lower this silo's prior, a larger one raise it, behind its operator's back."""
     tiny, _ = planned
@@ -118,7 +116,7 @@ def test_plan_that_states_another_size_than_the_card_is_refused(
 
 
 def test_site_whose_data_grew_beyond_its_card_stops_before_it_trains(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     hold(tiny, **cohort(65, 0.0, 1))
@@ -159,7 +157,7 @@ def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: 
 
 
 def test_card_is_made_again_where_the_workers_user_cannot_read_the_couriers_folder(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]

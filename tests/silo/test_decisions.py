@@ -33,19 +33,24 @@ from silo.worker.pause import pause, present_pause, resume
 from silo.worker.retraining import retrain
 from silo.worker.rotation import rotate_key
 from silo.worker.withdrawal import withdraw_from_plan
-from tests.conftest import Planned
 from tests.support.case import case
 from tests.support.commands import run_command
 from tests.support.dicom_files import tags_of, waves, write
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    PlannedFederation,
+    TinyFederation,
+    write_policy,
+)
 
 SILO = "north"
 CODE = DecisionLogError.exit_code
 
 
 @pytest.fixture
-def tiny(planned_once: Planned, tmp_path: Path) -> TinyFederation:
-    return planned_once[0].copy(tmp_path / "copy")
+def tiny(planned_once: PlannedFederation, tmp_path: Path) -> TinyFederation:
+    return planned_once.tiny.copy(tmp_path / "copy")
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from silo.worker.receipts import find_receipt
 from tests.strangers.test_bounds import tensors
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation
 from tests.support.mutations import json_paths, replace_at, value_at
 from tests.support.parsers import (
     KEY,
@@ -264,10 +264,10 @@ def test_server_says_nothing_of_a_hostile_answer() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> PlannedFederation:
     """A federation whose plan is signed and which nobody has answered."""
     made = TinyFederation.create(tmp_path_factory.mktemp("strangers"), {"north": 60})
-    return made, made.sign()
+    return PlannedFederation(made, made.sign())
 
 
 def signed(
@@ -336,7 +336,7 @@ def hostile_unanswered(tiny: TinyFederation, plan_id: str, number: int) -> list[
 
 
 def test_intake_refuses_every_hostile_submission_answers_no_unsigned_one_and_repeats_nothing_of_either(
-    tiny: tuple[TinyFederation, str],
+    tiny: PlannedFederation,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -391,7 +391,7 @@ ODD_NUMBERS = {
 
 @pytest.mark.parametrize("odd", ODD_NUMBERS)
 def test_intake_survives_an_incoming_folder_of_odd_things(
-    tiny: tuple[TinyFederation, str], odd: str
+    tiny: PlannedFederation, odd: str
 ) -> None:
     federation = tiny[0].federation
     plan_id = tiny[1]

@@ -41,9 +41,19 @@ def write_autoencoder(
     dtype: Any = None,
     images: int = 3,
 ) -> Any:
-    """Write a small autoencoder into a folder as diffusers does, and return diffusers' own, opened from there."""
+    """Write a small autoencoder into a folder as diffusers does, and return diffusers' own, opened from there.
+
+    Args:
+        folder: that config.json and the weights are written into.
+        layout: what distinguishes a published layout: `SD`, `SDXL` or `FLUX`.
+        channels: of each level; each level but the last halves the sides.
+        dtype: of the stored weights; float32 by default.
+        images: channels of the images.
+    """
     cls = autoencoder_kl()
     levels = len(channels)
+    # The published ones have two layers in each level; a small one with one layer is built more quickly.
+    layers_per_block = 1 if levels < 3 else 2
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         made = cls(
@@ -52,7 +62,7 @@ def write_autoencoder(
             down_block_types=("DownEncoderBlock2D",) * levels,
             up_block_types=("UpDecoderBlock2D",) * levels,
             block_out_channels=channels,
-            layers_per_block=1 if levels < 3 else 2,
+            layers_per_block=layers_per_block,
             norm_num_groups=4,
             sample_size=16,
             **layout,

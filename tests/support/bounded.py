@@ -39,21 +39,28 @@ class Outcome:
 
 
 def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
-    """Run `attack` in a process of its own that is ended when it takes four times what it may; measure it."""
+    """Run `attack` in a process of its own that is ended when it takes four times what it may; measure it.
+
+    Args:
+        attack: the call.
+        mib: memory that it may take, MiB.
+        cpu_s: processor time that it may take, seconds of the yardstick's machine.
+    """
     reader, writer = os.pipe()
 
-    def tell() -> None:
+    def measure_and_report() -> None:
         os.close(reader)
-        os.write(
-            writer,
-            json.dumps(_measured(attack, mib, cpu_s, lambda: os.write(writer, b" "))).encode(),
-        )
+        measured = _measure(attack, mib, cpu_s, lambda: os.write(writer, b" "))
+        os.write(writer, json.dumps(measured).encode())
 
-    child = fork_process(tell)
+    child = fork_process(measure_and_report)
     os.close(writer)
     with os.fdopen(reader, "rb", buffering=0) as answers:
         answers.read(1)  # now the attack begins
-        before = most = _status("RssAnon", child)
+        before = _status("RssAnon", child)
+        most = before
+        # The child's own figure leaves out pages of files that are mapped at its end. Private memory is looked at from
+        # here as well, so that the figure is never below it.
         while not select.select([answers], [], [], 0.001)[0]:
             most = max(most, _status("RssAnon", child))
         answer = answers.readall()
@@ -64,11 +71,12 @@ def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
     return replace(outcome, mib=max(outcome.mib, (most - before) / 1024))
 
 
-def _measured(
+def _measure(
     attack: Callable[[], object], mib: int, cpu_s: int, begin: Callable[[], object]
 ) -> dict[str, object]:
     slow = slowness()
     used = time.process_time()
+    # The limit is on the time of the whole process, of which the yardstick has taken some.
     most_s = int(used + 4 * cpu_s * slow) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
     _give_back_free_pages()

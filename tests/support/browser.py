@@ -58,7 +58,8 @@ def show_as(browser: webdriver.Chrome, device: str, *, dark: bool = False) -> No
         "mobile": device == "phone",
     }
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    colours = "dark" if dark else "light"
+    scheme = {"name": "prefers-color-scheme", "value": colours}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
 

@@ -27,14 +27,14 @@ class Signer:
 
     def __post_init__(self) -> None:
         keys = self.keys
-        public = {role: Holders((key.public,)) for role, key in self.keys.items()}
+        online = Holders((keys["online"].public,))
         holders = {
-            "root": "root",
-            "targets": "targets",
-            "snapshot": "online",
-            "timestamp": "online",
+            "root": Holders((keys["root"].public,)),
+            "targets": Holders((keys["targets"].public,)),
+            "snapshot": online,
+            "timestamp": online,
         }
-        root = draft_root(1, {role: public[holder] for role, holder in holders.items()}, now_utc())
+        root = draft_root(1, holders, now_utc())
         targets = draft_targets(
             1, Delegates(keys["plans"].public, keys["release"].public), now_utc()
         )
@@ -89,7 +89,15 @@ class Signer:
         sequence: int = 1,
         **changes: object,
     ) -> bytes:
-        """An acceptance, sealed with the receipt key unless `key` names another role."""
+        """Return an acceptance, sealed with the receipt key.
+
+        Args:
+            bundle: of the plan, whose digest the receipt states.
+            plan_id: of the plan.
+            silo_id: whose submission is accepted.
+            sequence: of the submission.
+            changes: other fields of the receipt; `key` names another role that seals it, as an attacker would.
+        """
         key = self.keys[str(changes.pop("key", "receipts"))]
         plan = (bundle / "targets" / plan_id / "plan.json").read_bytes()
         receipt = Receipt(

@@ -30,6 +30,7 @@ FOREIGN = "MÜLLER^JÖRG"
 NUMBER = "MRN48213377"
 BIRTH = "19370514"
 TEXTS = (NAME, FOREIGN, NUMBER, BIRTH)
+# Archives lie in archives; `pack_every_way` has as many layers.
 _DEPTH = 3
 _MOST = 1 << 26  # of what is packed in what is packed; bytes that one stream may hold
 _ZLIB = tuple(bytes([0x78, flags]) for flags in (0x01, 0x5E, 0x9C, 0xDA))
@@ -47,27 +48,30 @@ def find_texts_below(*places: Path) -> dict[str, set[tuple[str, str]]]:
     for place in places:
         for path in [place, *sorted(place.rglob("*"))]:
             name = str(path.relative_to(place)).encode("utf-8", "surrogateescape")
-            if inside := find_texts(name) | (
-                find_texts(path.read_bytes()) if path.is_file() else set()
-            ):
-                hits[str(path)] = inside
+            hits_of_path = find_texts(name)
+            if path.is_file():
+                hits_of_path |= find_texts(path.read_bytes())
+            if hits_of_path:
+                hits[str(path)] = hits_of_path
     return hits
 
 
 def forms(text: str) -> dict[str, bytes]:
     """Return how a text may be written, by the name of the form."""
     encoded = {name: text.encode(name) for name in ("utf-8", "latin-1", "utf-16-le", "utf-16-be")}
-    made = dict(encoded)
+    spellings = dict(encoded)
     for name, plain in encoded.items():
-        made |= {f"base64 of {name} at {at}": _in_base64(plain, at) for at in range(3)}
-        made[f"hex of {name}"] = plain.hex().encode()
-    made["url"] = quote(text, safe="").encode()
-    made["url, every letter"] = "".join(f"%{byte:02X}" for byte in encoded["utf-8"]).encode()
-    made["json"] = json.dumps(text)[1:-1].encode()
+        # Three bytes become four letters, so that a text looks different at each of three offsets.
+        spellings |= {f"base64 of {name} at {at}": _in_base64(plain, at) for at in range(3)}
+        spellings[f"hex of {name}"] = plain.hex().encode()
+    spellings["url"] = quote(text, safe="").encode()
+    spellings["url, every letter"] = "".join(f"%{byte:02X}" for byte in encoded["utf-8"]).encode()
+    spellings["json"] = json.dumps(text)[1:-1].encode()
+    # A plain digest hides nothing: a patient's number has few digits, and anybody can try them all.
     for name in _DIGESTS:
         digest = hashlib.new(name, encoded["utf-8"]).digest()
-        made |= {name: digest, f"{name} in hex": digest.hex().encode()}
-    return made
+        spellings |= {name: digest, f"{name} in hex": digest.hex().encode()}
+    return spellings
 
 
 def pack_every_way(plain: bytes, folder: Path) -> dict[str, bytes]:
@@ -122,11 +126,11 @@ def _in_base64(plain: bytes, at: int) -> bytes:
 
 def _search(data: bytes, depth: int) -> Iterator[tuple[str, str]]:
     lowered = data.lower()
+    # Base64 comes in lines, too, as in letters and certificates.
     joined = lowered.translate(None, b"\r\n")
-    for needle, what in _needles().items():
-        # which comes in lines, too
-        if needle in lowered or (what[1].startswith("base64") and needle in joined):
-            yield what
+    for needle, (text, form) in _needles().items():
+        if needle in lowered or (form.startswith("base64") and needle in joined):
+            yield text, form
     if depth < _DEPTH:
         for inner in _unpack(data):
             yield from _search(inner, depth + 1)

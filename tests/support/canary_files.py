@@ -43,14 +43,13 @@ def export_tree(folder: Path, num: int, seed: int) -> Path:
 
 def export_table(folder: Path, num: int, seed: int) -> Path:
     """Write pictures of several formats and a table with patients, a label that no plan asks for, and more columns."""
-    kinds = (write_png, write_jpeg, write_tiff, write_nifti)
+    writers = (write_png, write_jpeg, write_tiff, write_nifti)
     rows = []
     for number in range(num):
         place = folder / f"{NAME}_{number // 2}"
         place.mkdir(parents=True, exist_ok=True)
-        path = kinds[number % len(kinds)](
-            place / f"{NUMBER}_{BIRTH}_{number}", pixels(seed + number)
-        )
+        write_picture = writers[number % len(writers)]
+        path = write_picture(place / f"{NUMBER}_{BIRTH}_{number}", pixels(seed + number))
         rows.append((path, number // 2))
     rows.append((write_with_thumbnail(folder / f"{NUMBER}_thumbnail", pixels(seed)), 0))
     table = folder / "export.csv"
@@ -68,7 +67,9 @@ def export_table(folder: Path, num: int, seed: int) -> Path:
 def pixels(seed: int) -> np.ndarray:
     """Return greys (12, 10) with a bright half."""
     rng = np.random.default_rng(seed)
-    ramp = np.linspace(40, 200, 10)[None, :: 1 if rng.random() < 0.5 else -1]
+    ramp = np.linspace(40, 200, 10)[None]
+    if rng.random() >= 0.5:
+        ramp = ramp[:, ::-1]
     return np.clip(ramp + 15 * rng.standard_normal((12, 10)), 0, 255).astype(np.uint8)
 
 
@@ -184,8 +185,10 @@ def write_nifti(path: Path, values: np.ndarray) -> Path:
     made.header["aux_file"] = NUMBER.encode()
     made.header["db_name"] = BIRTH.encode()
     made.header["intent_name"] = NAME.encode()
-    for code in ("comment", "dicom"):
-        content = ALL.encode("utf-8") if code == "comment" else _dicom_tags_without_pixels()
+    for code, content in (
+        ("comment", ALL.encode("utf-8")),
+        ("dicom", _dicom_tags_without_pixels()),
+    ):
         made.header.extensions.append(nibabel.nifti1.Nifti1Extension(code, content))
     target = path.with_name(path.name + ".nii.gz")
     nibabel.save(made, target)

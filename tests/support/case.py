@@ -10,11 +10,8 @@ def case(*values: object, **named: object) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        unnamed_values = [ascii(value)[:200] for value in values]
-        error.add_note(
-            "in the case "
-            + ", ".join(
-                [*unnamed_values, *(f"{name}={ascii(it)[:200]}" for name, it in named.items())]
-            )
-        )
+        # In ASCII: some cases are texts that would write into the terminal of whoever reads the failure.
+        words = [ascii(value)[:200] for value in values]
+        words += [f"{name}={ascii(value)[:200]}" for name, value in named.items()]
+        error.add_note("in the case " + ", ".join(words))
         raise

@@ -56,7 +56,19 @@ def cohort_at(
     advance: Any = lambda num_done, num: None,
     **request: Any,
 ) -> Cohort:
-    """Load the cohort of a plan; its scans are remembered in `folder`, where there is one."""
+    """Load the cohort of a plan, as a site's worker does.
+
+    Args:
+        path: of the images.
+        data: what the plan says of them.
+        salt: of the cohort's digests.
+        min_images: fewest images that the plan takes.
+        folder: where scans are remembered; beside the images by default.
+        settings: of the site's images.
+        parts: of a data set that are read; all by default.
+        advance: is told how many images are read, of how many.
+        request: other fields of the `CohortRequest`.
+    """
     source = source_at(path, (folder or path.parent / "private") / FOLDER, settings, parts=parts)
     return load_cohort(
         source, CohortRequest(data=data, min_images=min_images, **request), salt, folder, advance

@@ -24,11 +24,16 @@ class CommandResult:
 
 
 def run_command(*words: object) -> CommandResult:
-    """Run a command to its end; a stack trace or an undocumented error fails the test."""
+    """Run a command to its end; a stack trace or an undocumented error fails the test.
+
+    Args:
+        words: the program, `silo`, `aggregator` or `ddm`, and its arguments, as they are typed.
+    """
     out = io.StringIO()
     err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
         run_app(APPS[str(words[0])], [str(word) for word in words[1:]])
     assert "Traceback" not in out.getvalue() + err.getvalue()
+    # 1 is the code of a bug, which no command may end with.
     assert ended.value.code != 1, err.getvalue()
     return CommandResult(ended.value.code, out.getvalue(), err.getvalue())

@@ -41,7 +41,13 @@ def waves(
 
 
 def tags_of(values: np.ndarray, *, bits: int = 12, **others: Any) -> FileDataset:
-    """Return an image of greys (H, W), colours (H, W, 3) or frames (N, H, W), uncompressed."""
+    """Return an image of greys (H, W), colours (H, W, 3) or frames (N, H, W), uncompressed.
+
+    Args:
+        values: of the pixels, in the type that they are stored in.
+        bits: that the values need, of those that are stored.
+        others: tags to add or to replace, by keyword.
+    """
     meta = FileMetaDataset()
     kind = others.pop("SOPClassUID", CTImageStorage)
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
@@ -53,23 +59,25 @@ def tags_of(values: np.ndarray, *, bits: int = 12, **others: Any) -> FileDataset
     tags.PatientID = "MRN0017"
     tags.PatientName = "DOE^JOHN"
     tags.Modality = "CT"
-    colours = values.ndim == 3 and values.shape[-1] == 3
-    height, width = values.shape[-3:-1] if colours else values.shape[-2:]
-    tags.Rows = height
-    tags.Columns = width
-    tags.SamplesPerPixel = 3 if colours else 1
-    tags.PhotometricInterpretation = "RGB" if colours else "MONOCHROME2"
-    if colours:
+    has_colours = values.ndim == 3 and values.shape[-1] == 3
+    if has_colours:
+        tags.Rows, tags.Columns = values.shape[:2]
+        tags.SamplesPerPixel = 3
+        tags.PhotometricInterpretation = "RGB"
         tags.PlanarConfiguration = 0
-    elif values.ndim == 3:
-        tags.NumberOfFrames = len(values)
+    else:
+        tags.Rows, tags.Columns = values.shape[-2:]
+        tags.SamplesPerPixel = 1
+        tags.PhotometricInterpretation = "MONOCHROME2"
+        if values.ndim == 3:
+            tags.NumberOfFrames = len(values)
     tags.BitsAllocated = 8 * values.itemsize
     tags.BitsStored = bits
     tags.HighBit = bits - 1
     tags.PixelRepresentation = int(values.dtype.kind == "i")
     tags.PixelData = values.tobytes()
-    for name, value in others.items():
-        setattr(tags, name, value)
+    for keyword, value in others.items():
+        setattr(tags, keyword, value)
     return tags
 
 
@@ -223,10 +231,12 @@ def content_of(
     tags["PixelData"].is_undefined_length = UID(known_syntax).is_compressed
     stream = io.BytesIO()
     pydicom.dcmwrite(stream, tags, enforce_file_format=True)
-    padded_syntax = syntax.encode() + b"\0" * (len(syntax) % 2)
-    return stream.getvalue().replace(
-        known_syntax.encode(), padded_syntax if syntax != known_syntax else syntax.encode(), 1
-    )
+    content = stream.getvalue()
+    if syntax != known_syntax:
+        # A value of an odd length ends with a zero byte (PS3.5 6.2).
+        padded_syntax = syntax.encode() + b"\0" * (len(syntax) % 2)
+        content = content.replace(known_syntax.encode(), padded_syntax, 1)
+    return content
 
 
 def packbits(row: bytes) -> bytes:
@@ -284,7 +294,9 @@ class _Bits:
     def add_number(self, number: int, code: int, code_length: int, size: int) -> None:
         """Add a code, and a number of that many bits; negative ones less one (ISO/IEC 10918-1 F.1.2.1)."""
         self.add(code, code_length)
-        self.add(number if number >= 0 else number + (1 << size) - 1, size)
+        if number < 0:
+            number += (1 << size) - 1
+        self.add(number, size)
 
     def content(self) -> bytes:
         bits = "".join(self.parts)
@@ -347,16 +359,28 @@ def lossless_jpeg(
                         above + ((left - corner) >> 1),
                         (left + above) >> 1,
                     )[predictor - 1]
+                # Differences are modulo 65536; that of 32768 alone has 16 bits, and none follow its code.
                 difference = int(plane[row, column] - expected) % 65536
-                difference -= 65536 if difference > 32768 else 0
+                if difference > 32768:
+                    difference -= 65536
                 size = abs(difference).bit_length()
-                entropy.add_number(
-                    difference if size < 16 else 0, size, 5, size if size < 16 else 0
-                )
+                if size < 16:
+                    entropy.add_number(difference, size, 5, size)
+                else:
+                    entropy.add(size, 5)
     components = b"".join(bytes([name, 0]) for name in identifiers)
     scan = _segment(0xDA, bytes([len(identifiers)]) + components + bytes([predictor, 0, 0]))
     body = _huffman(0, list(range(17)), 5) + scan + entropy.content()
     return _jpeg(0xC3, values, bits, identifiers, markers, body)
+
+
+def _zigzag_rank(index: int) -> tuple[int, int]:
+    """Return what a block's coefficient is ordered by: its diagonal, then its place there (ISO/IEC 10918-1 A.3.6)."""
+    row, column = divmod(index, 8)
+    diagonal = row + column
+    if diagonal % 2:
+        return diagonal, row
+    return diagonal, column
 
 
 def dct_jpeg(
@@ -376,9 +400,7 @@ def dct_jpeg(
     angles = (2 * np.arange(8) + 1) * np.arange(8)[:, None] * np.pi / 16
     basis = np.cos(angles) / 2
     basis[0] /= np.sqrt(2)
-    order = sorted(
-        range(64), key=lambda at: (at // 8 + at % 8, at // 8 if (at // 8 + at % 8) % 2 else at % 8)
-    )
+    order = sorted(range(64), key=_zigzag_rank)
     largest = 10 if bits == 8 else 14
     symbols = [0, 0xF0, *(run << 4 | size for run in range(16) for size in range(1, largest + 1))]
     entropy = _Bits()
@@ -411,12 +433,8 @@ def dct_jpeg(
         _segment(0xDB, bytes([0, *[1] * 64]))
         + _huffman(0, list(range(16)), 5)
         + _huffman(1, symbols, 8)
+        + scan
+        + entropy.content()
     )
-    return _jpeg(
-        0xC0 if bits == 8 else 0xC1,
-        values,
-        bits,
-        identifiers,
-        markers,
-        body + scan + entropy.content(),
-    )
+    process = 0xC0 if bits == 8 else 0xC1
+    return _jpeg(process, values, bits, identifiers, markers, body)

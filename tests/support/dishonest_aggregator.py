@@ -64,9 +64,8 @@ class UnsignedPlan:
     @classmethod
     def honest(cls, clusters: Clusters, **statistics: object) -> "UnsignedPlan":
         """A plan that any site would take."""
-        num_groups, num_coarse = (
-            1 + int(index_F.max()) for index_F in (clusters.group_F, clusters.coarse_F)
-        )
+        num_groups = 1 + int(clusters.group_F.max())
+        num_coarse = 1 + int(clusters.coarse_F.max())
         encoder = PcaEncoder.fit(PUBLIC, RANK)
         group_N = torch.arange(len(PUBLIC)) % num_groups
         document = plan_document(
@@ -107,20 +106,19 @@ class DishonestAggregator:
 
     def __post_init__(self) -> None:
         keys = self.keys
-        public = {role: Holders((key.public,)) for role, key in self.keys.items()}
+        online = Holders((keys["online"].public,))
         holders = {
-            "root": "root",
-            "targets": "targets",
-            "snapshot": "online",
-            "timestamp": "online",
+            "root": Holders((keys["root"].public,)),
+            "targets": Holders((keys["targets"].public,)),
+            "snapshot": online,
+            "timestamp": online,
         }
-        held = {role: public[holder] for role, holder in holders.items()}
         targets = draft_targets(
             1, Delegates(keys["plans"].public, keys["release"].public), now_utc()
         )
         self.repository = Repository.create(
             self.folder / "tuf",
-            root=sign_metadata(draft_root(1, held, now_utc()), [keys["root"]]),
+            root=sign_metadata(draft_root(1, holders, now_utc()), [keys["root"]]),
             targets=sign_metadata(targets, [keys["targets"]]),
             plans_key=keys["plans"],
             release_key=keys["release"],
@@ -138,7 +136,16 @@ class DishonestAggregator:
         plan_id: str | None = None,
         rewrite: Callable[[bytes], bytes] = bytes,
     ) -> str:
-        """Sign a plan and lay its bundle into the site's inbox; return its id. `rewrite` changes plan.json itself."""
+        """Sign a plan and lay its bundle into the site's inbox, as the site's courier does.
+
+        Args:
+            plan: what is signed.
+            plan_id: of the plan; a new one by default.
+            rewrite: changes the bytes of plan.json before they are signed.
+
+        Returns:
+            The plan's id.
+        """
         self.num_plans += 1
         plan_id = plan_id or f"digits-{self.num_plans:08x}"
         bundle = self.site.inbox / plan_id / "bundle"
@@ -179,15 +186,21 @@ class DishonestAggregator:
     def offer(
         self, plan: UnsignedPlan, policy: Policy | None = None, plan_id: str | None = None
     ) -> AcceptedPlan:
-        """What the site's worker makes of a plan."""
+        """Deliver a plan and return what the site's worker makes of it."""
         return self.receive(self.deliver(plan, plan_id), policy)
 
     def receive(self, plan_id: str, policy: Policy | None = None) -> AcceptedPlan:
-        """The worker's own code, on what lies in its inbox."""
-        plan = self.site.inbox / plan_id / f"bundle/targets/{plan_id}/plan.json"
+        """Run the worker's own code on what lies in its inbox.
+
+        Args:
+            plan_id: of a plan that was delivered.
+            policy: the site's; what it leaves open allows the plan, so that a refusal is that of the rule under test.
+        """
+        plan_path = self.site.inbox / plan_id / f"bundle/targets/{plan_id}/plan.json"
         shape = (1, 8, 8)
+        # An attack may have left no plan that can be read; the worker refuses it whatever the policy declares.
         with suppress(ValueError, KeyError, TypeError, OSError):
-            shape = tuple(json.loads(plan.read_bytes())["data"]["shape"])
+            shape = tuple(json.loads(plan_path.read_bytes())["data"]["shape"])
         policy = ordinary_policy(policy, shape)
         key = self.keys[SILO].public
         return receive_plan(

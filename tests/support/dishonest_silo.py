@@ -118,32 +118,36 @@ class DishonestSilo:
         self, kind: str, plan: Plan, files: PlanFiles, num_units: int
     ) -> dict[str, Tensor]:
         """Invent a statistic of so many units; every one lies well within what honest noise explains."""
-        num_groups = plan.statistics.counts.num_groups
         terms = plan.statistics
-        if kind in ("counts", "class_counts"):
-            num_classes = terms.class_counts.num_classes if terms.class_counts else 1
-            num_cells = num_groups * (num_classes if kind == "class_counts" else 1)
-            own = sorted(plan.silos).index(self.silo_id) % num_cells
-            counts = torch.full((num_cells,), 4 * num_units // (5 * num_cells), dtype=torch.int64)
-            counts[own] += num_units - counts.sum()
-            return {
-                "counts": counts.view(num_classes, num_groups) if kind == "class_counts" else counts
-            }
-        rank = terms.sketch.rank if terms.sketch else 0
-        t_release = sketch_noise_level(plan, files.sketch) or 0.0
+        if kind == "counts":
+            return {"counts": self._counts(plan, terms.counts.num_groups, num_units)}
+        if kind == "class_counts":
+            assert terms.class_counts is not None
+            shape = (terms.class_counts.num_classes, terms.counts.num_groups)
+            return {"counts": self._counts(plan, shape[0] * shape[1], num_units).view(shape)}
+        # Pure noise of the level that the plan prescribes: an honest sketch differs from it by the data alone.
+        assert terms.sketch is not None
         generator = torch.Generator().manual_seed(0)
-        return {
-            "sketch": t_release
-            / files.sketch.scale
-            * torch.randn(num_units, rank, generator=generator)
-        }
+        noise = torch.randn(num_units, terms.sketch.rank, generator=generator)
+        t_release = sketch_noise_level(plan, files.sketch) or 0.0
+        return {"sketch": t_release / files.sketch.scale * noise}
+
+    def _counts(self, plan: Plan, num_cells: int, num_units: int) -> Tensor:
+        """Deal four fifths of the units evenly, and the rest to a cell of this silo's own."""
+        counts = torch.full((num_cells,), 4 * num_units // (5 * num_cells), dtype=torch.int64)
+        own_cell = sorted(plan.silos).index(self.silo_id) % num_cells
+        counts[own_cell] += num_units - counts.sum()
+        return counts
 
     def _experts(
         self, plan: Plan, files: PlanFiles, counts_G: Tensor, folder: Path, num_units: int
     ) -> tuple[SubmittedExpert, ...]:
         """Freshly drawn weights, which after so few steps of training cannot be told from trained ones."""
-        made = []
-        by_image = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
+        experts = []
+        # Elsewhere the number would say more than the noised counts do, and intake refuses it.
+        num_images = None
+        if isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image":
+            num_images = num_units
         for part in silo_parts(plan.partition, self.silo_id, files.clusters, counts_G):
             seed = int(sha256_hex(part.expert_id.encode())[:8], 16)
             expert = build_expert(
@@ -156,18 +160,18 @@ class DishonestSilo:
             }
             path = expert_path(self.silo_id, part.expert_id)
             save_tensors(folder / path, weights)
-            made.append(
+            experts.append(
                 SubmittedExpert(
                     expert_id=part.expert_id,
                     cluster=part.cluster,
-                    num_images=num_units if by_image else None,
+                    num_images=num_images,
                     steps=plan.expert.training.num_steps,
                     file=File.of(path, folder / path),
                     training=ExpertTraining(loss=0.5, seconds=1.0, flops=1.0),
                     privacy=NoWeightPrivacy(),
                 )
             )
-        return tuple(made)
+        return tuple(experts)
 
 
 def _waiver(plan_digest: str) -> Waiver:

@@ -48,23 +48,33 @@ class Fault:
     full: Path | None = None
 
     def environment(self, count: Path) -> dict[str, str]:
-        """Return what tells the library of it; calls are counted in the file `count`."""
+        """Return the variables that tell the library of it; calls are counted in the file `count`."""
         variables = {
             "FAULT_BELOW": ":".join(map(str, self.below)),
             "FAULT_COUNT": str(count),
             "FAULT_AT": str(self.at),
         }
-        return variables | ({"FAULT_FULL": str(self.full)} if self.full else {})
+        if self.full:
+            variables["FAULT_FULL"] = str(self.full)
+        return variables
 
 
 def read_call_count(count: Path) -> int:
-    """Return how many calls were made."""
-    return int.from_bytes(count.read_bytes(), sys.byteorder) if count.exists() else 0
+    """Return how many calls were made; a command that makes none writes no file."""
+    if not count.exists():
+        return 0
+    return int.from_bytes(count.read_bytes(), sys.byteorder)
 
 
 @dataclass(frozen=True)
 class CommandExit:
-    """How a command ended: its exit code, or minus the signal; all it said; its calls that change the disk."""
+    """How a command ended.
+
+    Attributes:
+        code: its exit code, or minus the signal that ended it.
+        output: all that it wrote on standard output and standard error.
+        num_calls: its calls that change the disk.
+    """
 
     code: int
     output: str
@@ -72,7 +82,7 @@ class CommandExit:
 
 
 class CommandServer:
-    """Runs commands, one at a time.
+    """Runs commands, one at a time, in forks of one process that has imported all of them.
 
     Args:
         folder: where the library and what commands say are kept.

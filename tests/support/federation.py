@@ -1,12 +1,13 @@
 """A tiny real federation in one process: every step for real except Flower, whose files are copied by hand."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from aggregator.router.train import train_router
 from aggregator.setup import init_federation
 from ddm.images.array_files import open_arrays
 from ddm.planning.networks import open_networks, open_networks_beside
+from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.protocol.receipt import Receipt
@@ -34,6 +36,8 @@ from ddm.publishing.keys import load_key
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 from silo.config import LedgerSettings, Policy, Site
+from silo.data.declared import facts_of
+from silo.images.source import ImageSource
 from silo.plan.waiver import write_waiver
 from silo.setup import SiteSetup, init_site, make_card, read_invitation
 from silo.worker.state import State, state_path
@@ -89,8 +93,6 @@ def recipe(**changes: object) -> Recipe:
             "gpu_hours": 1.0,
         },
     }
-    import json
-
     return Recipe.model_validate_json(json.dumps(tables | changes))
 
 
@@ -123,18 +125,25 @@ def images(num: int, centre: float, seed: int) -> np.ndarray:
 
 
 def cohort(num: int, centre: float, seed: int, *, patients: bool = False) -> dict[str, np.ndarray]:
-    """A silo's npz: images and the class of each (which half is bright), with patients if asked for."""
+    """Make what a silo's npz holds.
+
+    Args:
+        num: images.
+        centre: the grey level that they are around, from -1 to 1.
+        seed: of the noise.
+        patients: whether each image has one.
+
+    Returns:
+        The images, the class of each (1 where its left side is the bright one), and the patients.
+    """
     made = images(num, centre, seed)
-    arrays = {
-        "images": made,
-        "labels": (made[..., 0].mean((1, 2)) > made[..., -1].mean((1, 2))).astype(np.int64),
-    }
-    owners = np.random.default_rng(seed).permutation(np.arange(num) * 2 // 5)
-    return (
-        arrays | {"patients": np.array([f"patient {owner}" for owner in owners])}
-        if patients
-        else arrays
-    )
+    is_left_bright = made[..., 0].mean((1, 2)) > made[..., -1].mean((1, 2))
+    arrays = {"images": made, "labels": is_left_bright.astype(np.int64)}
+    if patients:
+        # Two or three images each, and the images of a patient do not follow one another.
+        owners = np.random.default_rng(seed).permutation(np.arange(num) * 2 // 5)
+        arrays["patients"] = np.array([f"patient {owner}" for owner in owners])
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -174,9 +183,9 @@ class TinyFederation:
         """Make the site of a silo that has its own data, and enroll it."""
         root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
         site = Site(self.path / silo_id)
-        invited = read_invitation(self.federation.path / "invitation.json", root_digest)
+        invitation = read_invitation(self.federation.path / "invitation.json", root_digest)
         setup = SiteSetup(silo_id, data, ledger=ledger or LedgerSettings())
-        key = init_site(site, setup, invited, PASSPHRASE)
+        key = init_site(site, setup, invitation, PASSPHRASE)
         write_policy(site, policy or POLICY)
         make_card(site, key)
         # The card allows every plan, because tests give sites other policies afterwards.
@@ -322,6 +331,22 @@ class TinyFederation:
         return State.parse(state_path(self.sites[silo_id].private).read_bytes(), subject="state")
 
 
+class PlannedFederation(NamedTuple):
+    """A federation whose plan is signed.
+
+    Attributes:
+        tiny: the federation.
+        plan_id: of its plan.
+    """
+
+    tiny: TinyFederation
+    plan_id: str
+
+    def copy(self, folder: Path) -> "PlannedFederation":
+        """Return the same in another folder, which a test may change."""
+        return PlannedFederation(self.tiny.copy(folder), self.plan_id)
+
+
 def waive(site: Site, plan_digest: str) -> None:
     """Waive an inconclusive audit of one plan, as `silo waive` does."""
     until = now_utc() + timedelta(days=30)
@@ -335,9 +360,6 @@ def waive(site: Site, plan_digest: str) -> None:
 
 def declare(site: Site, policy: dict[str, object] = POLICY) -> None:
     """Let a site whose data are others by now declare them, and replace its policy."""
-    from silo.data.declared import facts_of
-    from silo.images.source import ImageSource
-
     facts = facts_of(ImageSource.of_site(site)).model_dump(exclude_none=True)
     write_policy(site, policy | {"data": facts})
     write_policy(site, policy)  # with the classes and captions that there are
@@ -348,12 +370,12 @@ def write_policy(site: Site, policy: dict[str, object]) -> None:
 
     The classes of `cohort` are declared where there are labels, and captions where there are some.
     """
-    from ddm.io.settings import save_settings
-
     data = site.policy().data
     if data.kind in ("arrays", "latents"):
         columns = open_arrays(Path(site.settings().data)).columns
-        classes = data.classes or (2 if "labels" in columns else None)
+        classes = data.classes
+        if classes is None and "labels" in columns:
+            classes = 2
         data = data.model_copy(update={"classes": classes, "captions": "captions" in columns})
     usual = {
         "privacy": {"unit": "image"},
@@ -361,10 +383,8 @@ def write_policy(site: Site, policy: dict[str, object]) -> None:
         "plans": {"accept": "policy"},
     }
     parts = {name: terms | dict(policy.get(name, {})) for name, terms in usual.items()}  # type: ignore[call-overload]
-    written = Policy.model_validate({"data": data.model_dump(exclude_none=True)} | policy | parts)
+    replaced = Policy.model_validate({"data": data.model_dump(exclude_none=True)} | policy | parts)
     if policy.get("audit") == POLICY["audit"]:
-        waiver = site.policy().audit.waiver
-        written = written.model_copy(
-            update={"audit": written.audit.model_copy(update={"waiver": waiver})}
-        )
-    save_settings(written, site.path / "policy.toml", "test")
+        audit = replaced.audit.model_copy(update={"waiver": site.policy().audit.waiver})
+        replaced = replaced.model_copy(update={"audit": audit})
+    save_settings(replaced, site.path / "policy.toml", "test")

@@ -116,23 +116,23 @@ class KeyedFederation:
         path = self.path / f"{silo_id}.card.json"
         old = self.silos[silo_id]
         new = SigningKey.generate()
-        data = path.read_bytes()
-        before = RotatedCard.parse(data, subject="card") if b"rotated-card" in data else None
-        card = read_card(before.card.encode() if before else data).model_copy(
-            update={"signing_key": str(new.public)}
-        )
+        card_bytes = path.read_bytes()
+        rotations: tuple[str, ...] = ()
+        if b"rotated-card" in card_bytes:
+            before = RotatedCard.parse(card_bytes, subject="card")
+            card_bytes = before.card.encode()
+            rotations = before.rotations
+        card = read_card(card_bytes).model_copy(update={"signing_key": str(new.public)})
         rotation = KeyRotation(
             root_digest=sha256_hex(self.root),
             silo_id=silo_id,
-            number=len(before.rotations) + 1 if before else 1,
+            number=len(rotations) + 1,
             old_key=str(old.public),
             new_key=str(new.public),
             at=now_utc(),
         )
-        rotations = (
-            *(before.rotations if before else ()),
-            seal_rotation(rotation, old, new).decode(),
-        )
+        # A card carries all rotations, so that whoever knows an earlier key can follow them.
+        rotations = (*rotations, seal_rotation(rotation, old, new).decode())
         sealed = seal(card.encode(), CARD_KIND, new).decode()
         path.write_bytes(RotatedCard(card=sealed, rotations=rotations).encode())
         self.silos[silo_id] = new

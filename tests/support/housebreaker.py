@@ -52,10 +52,12 @@ def exposed_process_files() -> list[str]:
                 continue
             for name in ("environ", "maps"):
                 with suppress(OSError):
-                    exposed_files += [name] if (entry / name).read_bytes() else []
+                    if (entry / name).read_bytes():
+                        exposed_files.append(name)
             for name in ("root", "cwd"):
                 with suppress(OSError):
-                    exposed_files += [name] if (entry / name).readlink() else []
+                    (entry / name).readlink()
+                    exposed_files.append(name)
     return exposed_files
 
 
@@ -64,24 +66,23 @@ def find_readable_files(names: list[str]) -> list[str]:
     readable_files = []
     for folder, _, files in os.walk("/", onerror=None):
         if not folder.startswith(("/proc", "/sys")):
-            readable_files += [
-                str(Path(folder, name))
-                for name in files
-                if name in names and can_read(Path(folder, name))
-            ]
+            paths = (Path(folder, name) for name in files if name in names)
+            readable_files += [str(path) for path in paths if can_read(path)]
     return readable_files
 
 
 def main(wanted: dict[str, list[str]]) -> None:
     """Try everything."""
-    got = {
+    successes = {
         "read": [path for path in wanted.get("read", []) if can_read(Path(path))],
         "write": [path for path in wanted.get("write", []) if can_write(Path(path))],
         "connect": [place for place in wanted.get("connect", []) if can_connect(place)],
         "processes": exposed_process_files(),
-        "find": find_readable_files(wanted["find"]) if "find" in wanted else [],
+        "find": [],
     }
-    print(json.dumps(got))
+    if "find" in wanted:
+        successes["find"] = find_readable_files(wanted["find"])
+    print(json.dumps(successes))
 
 
 if __name__ == "__main__":

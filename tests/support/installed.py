@@ -107,7 +107,11 @@ def install_wheelhouse(
         "--quiet",
     ]
     words = ["--no-index", "--find-links", ".", "--require-hashes", "-r", "requirements.lock"]
-    command = ["unshare", "--net", *pip, *words] if os.geteuid() == 0 else [*pip, *words]
+    command = [*pip, *words]
+    if os.geteuid() == 0:
+        # Only root may take the network away.
+        command = ["unshare", "--net", *command]
+    # Nothing of this machine's settings of pip, which may name an index.
     empty = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "HOME": str(environment)}
     return subprocess.run(
         command, cwd=wheelhouse, env=empty, capture_output=True, text=True, timeout=900, check=False

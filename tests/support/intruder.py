@@ -69,9 +69,9 @@ class Intruder:
         parents: dict[int, list[int]] = {}
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
-                parents.setdefault(int(entry.read_text().rpartition(")")[2].split()[1]), []).append(
-                    int(entry.parent.name)
-                )
+                # The name of a program, in brackets, may hold anything; the parent is the second field behind it.
+                fields = entry.read_text().rpartition(")")[2].split()
+                parents.setdefault(int(fields[1]), []).append(int(entry.parent.name))
         process_ids = list(self.pids)
         for pid in process_ids:
             process_ids += parents.get(pid, [])
@@ -81,11 +81,11 @@ class Intruder:
         for name in ("cmdline", "environ", "fd"):
             with suppress(OSError):
                 path = Path(f"/proc/{pid}/{name}")
-                data = (
-                    b"".join(os.fsencode(entry) for entry in path.iterdir())
-                    if name == "fd"
-                    else path.read_bytes()
-                )
+                if name == "fd":
+                    data = b"".join(os.fsencode(entry) for entry in path.iterdir())
+                else:
+                    data = path.read_bytes()
+                # `ps` shows everybody the command lines, which is no success by itself.
                 if name != "cmdline":
                     self.note(f"read {name}")
                 for token in TOKEN.findall(data):
@@ -164,6 +164,7 @@ def main(user: int, ports: list[int], pids: list[int]) -> None:
 
 if __name__ == "__main__":
     main(
-        int(sys.argv[1]),
-        *([int(name) for name in names.split(",") if name] for names in sys.argv[2:4]),
+        user=int(sys.argv[1]),
+        ports=[int(port) for port in sys.argv[2].split(",") if port],
+        pids=[int(pid) for pid in sys.argv[3].split(",") if pid],
     )

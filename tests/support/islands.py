@@ -51,9 +51,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
     data_set = load_digits()
-    return (data_set.images[:600, None] / 8 - 1).astype(np.float32), data_set.target[:600].astype(
-        np.int64
-    )
+    images = data_set.images[:600, None] / 8 - 1
+    return images.astype(np.float32), data_set.target[:600].astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,16 @@ RECIPE = {
 
 
 def small_plan(kind: str = "dit", **training: object) -> Plan:
-    """A plan whose expert is small."""
-    changes = {"condition": TEXT} if kind == "mmdit" else {}
-    document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]}, **changes)
+    """Return a plan whose expert is small; `training` replaces numbers of its recipe."""
+    document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]})
+    if kind == "mmdit":
+        document["condition"] = TEXT
     document["expert"] |= {"architecture": ARCHITECTURES[kind], "training": RECIPE | training}
     return Plan.parse(to_bytes(document), subject="plan")
 
 
 def small_task(kind: str = "dit", **training: object) -> TrainingTask:
-    """The first expert of such a plan, and its inputs in memory."""
+    """Return the first expert of such a plan, with its inputs in memory."""
     random = torch.Generator().manual_seed(0)
     inputs = {"images": torch.rand(NUM, *SHAPE, generator=random) * 2 - 1}
     if kind == "mmdit":

@@ -107,22 +107,22 @@ class Mistake:
     """One mistake.
 
     Attributes:
-        typed: what is typed.
-        code: how it ends.
-        says: what it must say.
-        spoil: what went wrong before.
-        mend: what the person then does.
-        after: what is typed then; the same when None.
-        ends: how that ends.
+        command: the words that are typed.
+        code: its exit code.
+        message: a text that it must print.
+        prepare: brings about what went wrong before.
+        remedy: what the person does, as the message says.
+        repeated_command: the words that are typed then; the same ones when None.
+        final_code: the exit code of those.
     """
 
-    typed: Callable[[WaitingFederation], Words]
+    command: Callable[[WaitingFederation], Words]
     code: int
-    says: str
-    spoil: Step = do_nothing
-    mend: Step = do_nothing
-    after: Callable[[WaitingFederation], Words] | None = None
-    ends: int = 0
+    message: str
+    prepare: Step = do_nothing
+    remedy: Step = do_nothing
+    repeated_command: Callable[[WaitingFederation], Words] | None = None
+    final_code: int = 0
 
 
 def edit_text(name: str, old: str, new: str) -> Step:

@@ -1,6 +1,7 @@
 """What a stranger makes of an honest document: changes that know its structure, and changes that know nothing."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -83,14 +84,12 @@ POISON = (
 
 
 def json_paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value, the whole included."""
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    """Return every place in a JSON value, the whole included: the keys and indices that lead there."""
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list):
+        children = enumerate(value)
     return [at, *(place for key, child in children for place in json_paths(child, (*at, key)))]
 
 
@@ -98,7 +97,7 @@ def replace_at(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     """Return `value` with `new` at one place."""
     if not at:
         return new
-    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed = value.copy()
     changed[at[0]] = replace_at(value[at[0]], at[1:], new)
     return changed
 
@@ -128,11 +127,9 @@ def mutated_json(draw: st.DrawFn, sample: bytes) -> bytes:
         parent = value_at(value, place[:-1]) if place else value
         how = draw(st.sampled_from(["drop", "repeat", "swap", "rename"]))
         if how == "drop" and place:
-            kept = (
-                {k: v for k, v in parent.items() if k != place[-1]}
-                if isinstance(parent, dict)
-                else []
-            )
+            kept: Any = []
+            if isinstance(parent, dict):
+                kept = {key: child for key, child in parent.items() if key != place[-1]}
             value = replace_at(value, place[:-1], kept)
         elif how == "repeat" and isinstance(parent, list):
             value = replace_at(value, place[:-1], parent * draw(st.sampled_from([2, 300])))
@@ -168,7 +165,7 @@ def scrambled_bytes(draw: st.DrawFn, sample: bytes) -> bytes:
 
 
 def hostile_bytes(sample: bytes) -> st.SearchStrategy[bytes]:
-    """Everything at once."""
+    """Return all of these changes, and bytes that have nothing to do with the sample."""
     trailing = st.sampled_from([b" ", b"\n", b"{}", b"\x00", b",", sample]).map(
         lambda more: sample + more
     )

@@ -22,7 +22,7 @@ class Switch:
         self.addresses = dict(addresses)
         self._names = {host: f"arch{os.getpid()}{host}" for host in ("switch", *addresses)}
 
-    def lay(self) -> None:
+    def create_hosts(self) -> None:
         """Make the hosts, and plug them in."""
         for name in self._names.values():
             _ip("netns", "add", name)
@@ -57,26 +57,28 @@ class Switch:
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", name)
 
-    def inside(self, host: str) -> list[str]:
-        """What a command begins with that runs on a host."""
+    def command_prefix(self, host: str) -> list[str]:
+        """Return the words that a command begins with to run on a host."""
         return ["ip", "netns", "exec", self._names[host]]
 
-    def reachable(self, host: str) -> list[str]:
-        """Every address of a host that the others may try, link-local ones of IPv6 with the asker's interface."""
+    def reachable_addresses(self, host: str) -> list[str]:
+        """Return every address of a host that the others may try."""
         links: list[dict[str, Any]] = json.loads(
             _ip("-j", "-n", self._names[host], "address", "show", "dev", "cable0")
         )
-        entries = [entry for link in links for entry in link.get("addr_info", [])]
-        return [
-            f"{entry['local']}%cable0" if entry["scope"] == "link" else entry["local"]
-            for entry in entries
-        ]
+        addresses = []
+        for link in links:
+            for entry in link.get("addr_info", []):
+                # A link-local address means nothing without the interface to ask through.
+                suffix = "%cable0" if entry["scope"] == "link" else ""
+                addresses.append(entry["local"] + suffix)
+        return addresses
 
     def sockets(self, host: str, kind: str) -> list[str]:
         """The local ends of a host's listening (TCP) or open (UDP) sockets that are not bound to loopback."""
         option = {"tcp": "-Hlnt", "udp": "-Hanu"}[kind]
         result = subprocess.run(
-            [*self.inside(host), "ss", option], check=True, capture_output=True, text=True
+            [*self.command_prefix(host), "ss", option], check=True, capture_output=True, text=True
         )
         local = [line.split()[3] for line in result.stdout.splitlines()]
         return [end for end in local if not end.startswith(("127.", "[::1]", "[::ffff:127."))]
@@ -87,7 +89,7 @@ def network_switch(addresses: Mapping[str, str]) -> Iterator[Switch]:
     """Such hosts, which are gone afterwards."""
     switch = Switch(addresses)
     try:
-        switch.lay()
+        switch.create_hosts()
         yield switch
     finally:
         switch.remove()

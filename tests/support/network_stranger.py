@@ -97,7 +97,9 @@ def probe_http(host: str, port: int) -> dict[str, str]:
 def _send_request(host: str, port: int, request: bytes, *, tls: bool = True) -> str:
     received = b""
     with socket.create_connection((host, port), timeout=60.0) as plain:
-        connection = unverified_tls().wrap_socket(plain) if tls else plain
+        connection = plain
+        if tls:
+            connection = unverified_tls().wrap_socket(plain)
         with suppress(OSError):
             connection.sendall(request)
             while len(received) < 65536 and (piece := connection.recv(65536)):
@@ -157,9 +159,8 @@ class Flood:
             await asyncio.sleep(0.1)
 
     async def _one(self, *, tls: bool, first: bytes = b"", slowly: bytes = b"") -> None:
-        reader, writer = await asyncio.open_connection(
-            self.host, self.port, ssl=self._tls if tls else None
-        )
+        context = self._tls if tls else None
+        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
         self.held += 1
         try:
             writer.write(first)

@@ -88,11 +88,12 @@ class Operators:
         command = [subprocess.check_output(["which", command[0]], text=True).strip(), *command[1:]]
         self.running[service] = spawn(command, log_path=log, env=self.environment, grace_s=15.0)
 
-    def look_after(self) -> None:
-        """What a service manager does: start again what failed, leave what ended well."""
+    def restart_failed(self) -> None:
+        """Start again what failed and leave what ended well, as a service manager does."""
         for service, child in self.running.items():
             if not child.running() and child.returncode:
                 self.num_restarts[service] += 1
+                # Some tests kill a service again and again; 20 failures are none of theirs.
                 assert self.num_restarts[service] <= 20, self.logs()
                 self._start(service)
 
@@ -101,10 +102,10 @@ class Operators:
         deadline = time.monotonic() + limit_s
         while not seen():
             assert time.monotonic() < deadline, f"not seen: {what}\n{self.logs()}"
-            self.look_after()
+            self.restart_failed()
             next(iter(self.running.values())).wait(0.2)
 
-    def ended(self, service: str) -> bool:
+    def ended_well(self, service: str) -> bool:
         """Whether a service ended well."""
         return not self.running[service].running() and self.running[service].returncode == 0
 
@@ -121,14 +122,10 @@ class Operators:
         pids = []
         for pid in descendants(self.running[service].pid):
             try:
-                line = (
-                    Path(f"/proc/{pid}/cmdline")
-                    .read_bytes()
-                    .replace(b"\0", b" ")
-                    .decode(errors="replace")
-                )
-            except OSError:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except OSError:  # it has ended meanwhile
                 continue
+            line = words.replace(b"\0", b" ").decode(errors="replace")
             # A guard's own line holds the whole command; it is not the program.
             if pattern in line and "-m ddm.system.guard {" not in line:
                 pids.append(pid)
@@ -207,6 +204,6 @@ def serve_everything(operators: Operators) -> None:
 def all_services_ended(operators: Operators) -> bool:
     """Whether the aggregator and both workers ended well."""
     return all(
-        operators.ended(service)
+        operators.ended_well(service)
         for service in ("aggregator", *(f"{silo}-worker" for silo in SILOS))
     )

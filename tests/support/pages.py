@@ -5,7 +5,14 @@ from html.parser import HTMLParser
 
 
 class PageReader(HTMLParser):
-    """What a browser would make of a page: its text, its elements, the values of each silo's card."""
+    """Reads a page as a browser would.
+
+    Attributes:
+        text: of the whole page.
+        tags: of its elements, in their order.
+        attributes: tag, name and value of every attribute.
+        cards: the values of each silo's card, by silo and by term.
+    """
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -26,11 +33,14 @@ class PageReader(HTMLParser):
             self.cards[self._card] = {}
         if tag in ("dt", "dd"):
             self._open = tag
-            self._term = "" if tag == "dt" else self._term
+        if tag == "dt":
+            self._term = ""
 
     def handle_endtag(self, tag: str) -> None:
-        self._card = "" if tag == "article" else self._card
-        self._open = "" if tag == self._open else self._open
+        if tag == "article":
+            self._card = ""
+        if tag == self._open:
+            self._open = ""
 
     def handle_data(self, data: str) -> None:
         self.text += data

@@ -81,14 +81,14 @@ class ParserCase:
         sample: what an honest sender sends.
         parse: reads it.
         refusals: what a stranger's bytes may raise, and nothing else.
-        again: writes what was parsed, for parsers whose result can be written.
+        encode_parsed: writes what was parsed, for parsers whose result can be written.
         limit: most bytes it reads.
     """
 
     sample: bytes
     parse: Callable[[bytes], Any]
     refusals: tuple[type[ArchipelagoError], ...] = (DocumentError,)
-    again: Callable[[Any], bytes] | None = None
+    encode_parsed: Callable[[Any], bytes] | None = None
     limit: int = LIMIT
 
 
@@ -274,14 +274,16 @@ def island_document() -> dict[str, Any]:
 
 def _document(kind: type[Document], sample: dict[str, Any]) -> ParserCase:
     parse = lambda data: kind.parse(data, subject="document")  # noqa: E731
-    return ParserCase(json.dumps(sample).encode(), parse, again=lambda value: value.encode())
+    return ParserCase(
+        json.dumps(sample).encode(), parse, encode_parsed=lambda value: value.encode()
+    )
 
 
 def _tuf(kind: type[Any], name: str) -> ParserCase:
     return ParserCase(
         metadata()[name],
         lambda data: parse_metadata(data, kind, name),
-        again=lambda value: value.to_bytes(),
+        encode_parsed=lambda value: value.to_bytes(),
         limit=LIMITS[name],
     )
 
@@ -423,7 +425,7 @@ def document_parsers() -> Mapping[str, ParserCase]:
         "log's entry": ParserCase(
             encode_entry(SiloEnrolled(silo_id="north", key_fingerprint=DIGEST)),
             lambda data: parse_entry(data, "entry"),
-            again=encode_entry,
+            encode_parsed=encode_entry,
             limit=MAX_ENTRY_BYTES,
         ),
         "root": _tuf(Root, "root"),
@@ -459,7 +461,7 @@ def log_parsers() -> Mapping[str, ParserCase]:
         "note": ParserCase(
             signed.encode(),
             lambda data: SignedNote.parse(data, "note"),
-            again=lambda note: note.encode(),
+            encode_parsed=lambda note: note.encode(),
         ),
         "checkpoint": ParserCase(
             signed.encode(), lambda data: open_checkpoint(data, [key], "checkpoint"), refusals
@@ -467,16 +469,18 @@ def log_parsers() -> Mapping[str, ParserCase]:
         "proof": ParserCase(
             proof.encode(),
             lambda data: InclusionProof.parse(data, "proof"),
-            again=lambda proof: proof.encode(),
+            encode_parsed=lambda proof: proof.encode(),
         ),
         "checked proof": ParserCase(proof.encode(), checked, refusals),
         "verifier key": ParserCase(
             str(key).encode(),
             lambda data: VerifierKey.parse(data.decode("utf-8", "replace")),
-            again=lambda verifier_key: str(verifier_key).encode(),
+            encode_parsed=lambda verifier_key: str(verifier_key).encode(),
         ),
         "entry bundle": ParserCase(
-            encode_bundle(lines), lambda data: parse_bundle(data, 3, "bundle"), again=encode_bundle
+            encode_bundle(lines),
+            lambda data: parse_bundle(data, 3, "bundle"),
+            encode_parsed=encode_bundle,
         ),
     }
 
@@ -518,7 +522,7 @@ def _message(envelope: Envelope[Any], decode: Callable[..., Any]) -> ParserCase:
 
     again = lambda message: str(encode(message)["head"]["document"]).encode()  # noqa: E731
     return ParserCase(
-        envelope.message.model_dump_json().encode(), parse, again=again, limit=1024 * 1024
+        envelope.message.model_dump_json().encode(), parse, encode_parsed=again, limit=1024 * 1024
     )
 
 

@@ -24,7 +24,13 @@ HOST = "10.0.2.2"  # how slirp4netns calls the machine
 
 @dataclass(frozen=True)
 class Podman:
-    """Its user, and what every command of that user begins with."""
+    """Podman of one ordinary user.
+
+    Attributes:
+        user: its name.
+        home: its home folder, with its containers.
+        runtime: its XDG_RUNTIME_DIR.
+    """
 
     user: str
     home: Path
@@ -59,13 +65,10 @@ class Podman:
         limits = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
         hard = {name: min(resource.getrlimit(limit)[1], 20_000) for name, limit in limits.items()}
         ulimits = ", ".join(f'"{name}={value}:{value}"' for name, value in hard.items())
-        # crun refuses machines that have both versions of control groups.
-        engine = (
-            ['runtime = "runc"', 'cgroup_manager = "cgroupfs"']
-            if Path("/sys/fs/cgroup/unified").exists()
-            else []
-        )
-        engine.append('network_cmd_options = ["allow_host_loopback=true"]')
+        engine = ['network_cmd_options = ["allow_host_loopback=true"]']
+        if Path("/sys/fs/cgroup/unified").exists():
+            # crun refuses machines that have both versions of control groups.
+            engine += ['runtime = "runc"', 'cgroup_manager = "cgroupfs"']
         (folder / "containers.conf").write_text(
             f"[containers]\ndefault_ulimits = [{ulimits}]\n[engine]\n" + "\n".join(engine) + "\n"
         )
@@ -80,7 +83,7 @@ class Podman:
         if not shutil.which("debootstrap"):
             pytest.skip("no registry answers, and debootstrap is not installed")
         include = "--include=python3,python3-venv,ca-certificates"
-        made = [
+        command = [
             "debootstrap",
             "--variant=minbase",
             include,
@@ -88,15 +91,11 @@ class Podman:
             scratch,
             "http://deb.debian.org/debian",
         ]
-        if subprocess.run(made, capture_output=True, check=False).returncode:
+        if subprocess.run(command, capture_output=True, check=False).returncode:
             pytest.skip("no registry answers, and no archive of Debian")
         archive = scratch.with_suffix(".tar")
         with tarfile.open(archive, "w") as tar:
-            tar.add(
-                scratch,
-                ".",
-                filter=lambda member: None if member.ischr() or member.isblk() else member,
-            )
+            tar.add(scratch, ".", filter=_without_devices)
         archive.chmod(0o644)
         self.call("import", "--quiet", archive, "localhost/base:latest")
         shutil.rmtree(scratch)
@@ -106,6 +105,13 @@ class Podman:
     def execute(self, container: str, command: Sequence[str], stdin: bytes = b"") -> bytes:
         """Run a program inside a container that runs."""
         return self.call("exec", "-i", container, *command, stdin=stdin).stdout
+
+
+def _without_devices(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leave out device files, which an ordinary user's podman may not make."""
+    if member.ischr() or member.isblk():
+        return None
+    return member
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class PretendGpu(TorchFunctionMode):
         if func == Tensor.pin_memory:
             return args[0]
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu):
-            return self._moved(func, *args, **options)
+            return self._move(func, *args, **options)
         tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         here = [self.device_of(tensor) == GPU for tensor in tensors]
         self._check(func, tensors, here)
@@ -73,8 +73,11 @@ class PretendGpu(TorchFunctionMode):
         """Refuse what has both; a number, a tensor without a dimension, may be the CPU's if it is not changed."""
         if func in _READING and any(here):
             raise TypeError(f"{func.__name__} of a tensor on {GPU}")
-        changed = func.__name__.endswith("_") and not func.__name__.endswith("__")
-        fewest = 0 if changed and not here[0] else 1
+        # torch names a function that changes its first argument with one underscore at the end.
+        changes_first = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        fewest = 1
+        if changes_first and not here[0]:
+            fewest = 0
         others = [
             tensor
             for tensor, is_here in zip(tensors, here, strict=True)
@@ -86,7 +89,7 @@ class PretendGpu(TorchFunctionMode):
             )
             raise RuntimeError(f"{func.__name__} of tensors on two devices: {places}")
 
-    def _moved(
+    def _move(
         self,
         func: Callable[..., Any],
         tensor: Tensor,
@@ -101,7 +104,9 @@ class PretendGpu(TorchFunctionMode):
             dtype = args[0].dtype
         elif func == Tensor.to:
             device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
-            after = before if device is None else GPU if device.type == "cuda" else CPU
+            after = before
+            if device is not None:
+                after = GPU if device.type == "cuda" else CPU
         else:
             after = GPU if func == Tensor.cuda else CPU
         result = tensor.to(dtype or tensor.dtype)

@@ -20,10 +20,11 @@ def is_running(pid: int) -> bool:
 
 def running_children(pid: int) -> list[int]:
     """The processes that a process started and that still run."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [
-        int(child) for path in lists for child in path.read_text().split() if is_running(int(child))
-    ]
+    # Each thread of a process has a list of the children that it started.
+    pids: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        pids += map(int, path.read_text().split())
+    return [child for child in pids if is_running(child)]
 
 
 def wait_for_end(pid: int, timeout_s: float = LIMIT_S) -> None:

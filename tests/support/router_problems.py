@@ -69,7 +69,14 @@ class OverconfidentRouter:
 def make_problem(
     shares: list[list[float]], sizes: list[int], shift: float = 0.0, seed: int = 0
 ) -> RouterProblem:
-    """Draw a world; `shift` moves the last silo's images within their groups, which no histogram shows."""
+    """Draw a problem.
+
+    Args:
+        shares: of each silo, the share of its images in each group.
+        sizes: of each silo, its number of images.
+        shift: moves the last silo's images within their groups, which no histogram shows.
+        seed: of everything.
+    """
     rng = np.random.default_rng(seed)
     centre = 1.5 * rng.standard_normal((GROUPS, SIDE * SIDE))
     scale = np.linspace(1.0, 0.2, SIDE * SIDE)
@@ -80,7 +87,8 @@ def make_problem(
 
     public_group = np.arange(800) % GROUPS
     groups = [rng.choice(GROUPS, size, p=share) for size, share in zip(sizes, shares, strict=True)]
-    silos = [draw(group, shift if k == len(groups) - 1 else 0.0) for k, group in enumerate(groups)]
+    shift_K = [0.0] * (len(groups) - 1) + [shift]
+    silos = [draw(group, moved) for group, moved in zip(groups, shift_K, strict=True)]
     return RouterProblem(
         public=draw(public_group),
         public_group=torch.from_numpy(public_group),

@@ -32,7 +32,7 @@ _GAIN = 2.0
 
 
 def public_images(seed: int = 90) -> Tensor:
-    """Public images of all silos, those to hold out among those to fit on."""
+    """Return public images of all silos, those to hold out among those to fit on."""
     drawn = np.stack([images(200, centre, seed) for centre in (-0.5, 0.5)], 1).reshape(-1, *SHAPE)
     return torch.from_numpy(drawn)
 

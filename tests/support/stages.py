@@ -46,7 +46,7 @@ class CommandCase:
     instead: Mapping[int, Sequence[str]] = field(default_factory=dict)
     checks: Sequence[Sequence[str]] = ()
 
-    def typed(self, words: Sequence[str], at: Path) -> list[str]:
+    def command_line(self, words: Sequence[str], at: Path) -> list[str]:
         """Return a command as it is typed for a copy of the federation."""
         known = {"{at}": str(at), "{draft}": _draft(at), "{root}": _root(at)}
         return [
@@ -57,12 +57,16 @@ class CommandCase:
 
 def _draft(at: Path) -> str:
     state = at / NORTH / "private" / "state.json"
-    return str(json.loads(state.read_text())["submission_digest"]) if state.exists() else ""
+    if not state.exists():
+        return ""
+    return str(json.loads(state.read_text())["submission_digest"])
 
 
 def _root(at: Path) -> str:
     invitation = at / "invitation.json"
-    return str(json.loads(invitation.read_text())["root_digest"]) if invitation.exists() else ""
+    if not invitation.exists():
+        return ""
+    return str(json.loads(invitation.read_text())["root_digest"])
 
 
 def make_stages(folder: Path, until: str = "published") -> dict[str, Path]:

@@ -14,7 +14,7 @@ from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.protocol.receipt import Receipt
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
-from tests.support.federation import TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation
 
 SILO = "north"
 
@@ -120,12 +120,12 @@ class Arrival:
         return Path(shutil.copytree(sent, self.folder.with_name(str(sequence))))
 
     def verdict(self) -> Receipt:
-        """Run intake, which answers this submission and nothing else of the silo's."""
+        """Run intake, and return its answer to this submission, the silo's only one."""
         receipts = [receipt for receipt in self.tiny.take_in() if receipt.silo_id == SILO]
         assert len(receipts) == 1
         return receipts[0]
 
-    def refused(self, error: type[ArchipelagoError], *words: str) -> None:
+    def assert_refused(self, error: type[ArchipelagoError], *words: str) -> None:
         """Intake refuses with exactly this error, and keeps nothing."""
         verdict = self.verdict().verdict
         assert verdict.kind == "refused"
@@ -134,7 +134,7 @@ class Arrival:
         assert not self.accepted.exists()
         assert not list(self.accepted.parent.glob("*.part"))
 
-    def thrown_away(self, *, times: int = 1) -> None:
+    def assert_discarded(self, *, times: int = 1) -> None:
         """Intake finds that the silo did not sign this: it answers nothing, keeps nothing, and ends nothing."""
         assert self.tiny.take_in() == []
         assert not self.folder.exists()
@@ -145,7 +145,7 @@ class Arrival:
         }
 
 
-def arrive(sent: tuple[TinyFederation, str], folder: Path) -> Arrival:
+def arrive(sent: PlannedFederation, folder: Path) -> Arrival:
     """Copy a federation with a submission in an outbox to `folder`, and fetch the submission there."""
     original, plan_id = sent
     tiny = original.copy(folder)

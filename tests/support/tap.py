@@ -27,6 +27,7 @@ class Tap(Relay):
         self._outside = ssl.create_default_context(cafile=str(tls / "ca.pem"))
 
     def ends(self, client: socket.socket) -> tuple[socket.socket, socket.socket]:
+        # Whatever was opened is closed again where the next step fails, so that no port stays taken.
         with ExitStack() as opened:
             silo = opened.enter_context(self._inside.wrap_socket(client, server_side=True))
             beyond = opened.enter_context(super().ends(silo)[1])
@@ -35,5 +36,6 @@ class Tap(Relay):
         return silo, aggregator
 
     def watch(self, upwards: bool) -> Callable[[bytes], None]:
-        self.streams.append(stream := bytearray())
+        stream = bytearray()
+        self.streams.append(stream)
         return stream.extend

@@ -30,8 +30,11 @@ class Tinyproxy:
         return f"http://{user}:{password}@127.0.0.1:{self.port}"
 
     def log(self) -> str:
-        """What it noted."""
-        return (self.folder / "log").read_text() if (self.folder / "log").exists() else ""
+        """Return what it noted."""
+        path = self.folder / "log"
+        if not path.exists():
+            return ""
+        return path.read_text()
 
     def start(self) -> None:
         """Serve."""

@@ -20,11 +20,9 @@ TEXT = TextCondition(dim=3, max_tokens=2)
 
 def make_network(kind: str) -> nn.Module:
     """A network of either kind that several processes train."""
-    return (
-        build_expert(JOINT, SHAPE, condition=TEXT, seed=3)
-        if kind == "mmdit"
-        else build_expert(SMALL, SHAPE, seed=3)
-    )
+    if kind == "mmdit":
+        return build_expert(JOINT, SHAPE, condition=TEXT, seed=3)
+    return build_expert(SMALL, SHAPE, seed=3)
 
 
 def make_texts(kind: str, num: int = 40) -> Tensor | None:

@@ -84,14 +84,14 @@ class TrialBench:
         """Run a case without a fault, once."""
         if case.name not in self._known:
             with self.copy(case) as at:
-                words = case.typed(case.words, at)
+                words = case.command_line(case.words, at)
                 result = self.run(words, Fault([at]))
                 assert result.code == 0, result.output
                 once = read_tree(at)
-                self._again(case, words, at)
+                self._repeat(case, words, at)
                 twice = read_tree(at).keys()
             with self.copy(case) as at:
-                full = self.run(case.typed(case.words, at), Fault([at], full=at / "never"))
+                full = self.run(case.command_line(case.words, at), Fault([at], full=at / "never"))
             self._known[case.name] = Undisturbed(result.num_calls, full.num_calls, once, twice)
         return self._known[case.name]
 
@@ -99,12 +99,12 @@ class TrialBench:
         """Kill the command at a call, give it again, and compare with an undisturbed run."""
         expected = self.undisturbed(case)
         with self.copy(case) as at:
-            words = case.typed(case.words, at)
+            words = case.command_line(case.words, at)
             killed = self.run(words, Fault([at], at_call))
             assert killed.code == -9, (
                 f"ended with {killed.code} before call {at_call}: {killed.output}"
             )
-            self._again(case, words, at)
+            self._repeat(case, words, at)
             self._compare(case, at, expected)
             self._check(case, at)
 
@@ -115,7 +115,7 @@ class TrialBench:
         room.touch()
         with self.copy(case) as at:
             before = read_tree(at)
-            words = case.typed(case.words, at)
+            words = case.command_line(case.words, at)
             refused = self.run(words, Fault([at], at_call, room))
             room.unlink()
             assert refused.num_calls >= at_call, f"{refused.num_calls} calls, less than {at_call}"
@@ -130,20 +130,23 @@ class TrialBench:
             lost = (before.keys() & expected.once.keys()) - read_tree(at).keys()
             assert not lost or not refused.code, f"gone: {lost}"
             if refused.code:
-                self._again(case, words, at)
+                self._repeat(case, words, at)
             self._compare(case, at, expected)
             self._check(case, at)
         return refused.code
 
-    def _again(self, case: CommandCase, words: list[str], at: Path) -> None:
+    def _repeat(self, case: CommandCase, words: list[str], at: Path) -> None:
         result = self.run(words)
         if result.code in case.instead:
-            result = self.run(case.typed(case.instead[result.code], at))
+            result = self.run(case.command_line(case.instead[result.code], at))
         assert result.code == 0, f"given again: {result.code}: {result.output}"
 
     def _check(self, case: CommandCase, at: Path) -> None:
-        for words in case.checks if self.thorough else case.checks[:1]:
-            result = self.run(case.typed(words, at))
+        checks = case.checks
+        if not self.thorough:
+            checks = checks[:1]
+        for words in checks:
+            result = self.run(case.command_line(words, at))
             assert result.code == 0, f"{words}: {result.code}: {result.output}"
 
     def _compare(self, case: CommandCase, at: Path, expected: Undisturbed) -> None:

@@ -18,7 +18,7 @@ CODES = {
     "i8": 1024,
     "u8": 1280,
 }
-_WIDTHS = {"h": 2, "i": 4, "q": 8, "f": 4, "d": 8, "B": 1}
+_MGH_CODES = {"u1": 0, "i4": 1, "f4": 3, "i2": 4, "u2": 10}
 # Offset and type of each field: nifti1.h and nifti2.h.
 _FIELDS = {
     1: {
@@ -77,8 +77,9 @@ def encode_nifti(
         extension: content of one extension, of code 6.
         fields: other values of fields, numbers or lists.
     """
-    size, least = (348, 352) if version == 1 else (540, 544)
-    offset = least
+    # Voxels may begin right behind the header and the four bytes that say whether extensions follow.
+    size = 348 if version == 1 else 540
+    offset = size + 4
     extensions = b"\0\0\0\0"
     if extension:
         esize = -(-(8 + len(extension)) // 16) * 16
@@ -98,7 +99,8 @@ def encode_nifti(
         values_by_field |= {"sform_code": 1, "srow": np.asarray(affine, float)[:3].ravel().tolist()}
     header = bytearray(size)
     header[:4] = struct.pack(order + "i", size)
-    header[4:12] = b"n+2\0\r\n\x1a\n" if version == 2 else header[4:12]
+    if version == 2:
+        header[4:12] = b"n+2\0\r\n\x1a\n"
     for name, value in (values_by_field | fields).items():
         place, letter = _FIELDS[version][name]
         values = value if isinstance(value, list | tuple) else [value]
@@ -119,13 +121,19 @@ def encode_mgh(
     has_axes: int = 1,
     repetition_time: float | None = None,
 ) -> bytes:
-    """Return a file of voxels (I, J, K, frames), with the direction of each axis in a column of `directions`."""
-    kind = (
-        {"u1": 0, "i4": 1, "f4": 3, "i2": 4, "u2": 10}[voxels.dtype.str[1:]]
-        if code is None
-        else code
-    )
-    header = struct.pack(">i4iiih", 1, *voxels.shape, kind, 0, has_axes)
+    """Return a file of voxels.
+
+    Args:
+        voxels: (I, J, K, frames).
+        directions: of each axis, in columns.
+        sides: of a voxel, mm.
+        code: of the voxels' type; that of `voxels` by default.
+        has_axes: whether readers are to use the directions.
+        repetition_time: behind the voxels, ms; left out by default.
+    """
+    if code is None:
+        code = _MGH_CODES[voxels.dtype.str[1:]]
+    header = struct.pack(">i4iiih", 1, *voxels.shape, code, 0, has_axes)
     header += struct.pack(">15f", *sides, *np.asarray(directions, float).T.ravel(), 0, 0, 0)
     footer = b"" if repetition_time is None else struct.pack(">5f", repetition_time, 0, 0, 0, 0)
     return (

@@ -24,6 +24,11 @@ class Witness(ThreadingHTTPServer):
     Args:
         name: of its key.
         logs: verifier keys, text, of the logs that it knows.
+
+    Attributes:
+        last: size and root of the last checkpoint that it cosigned, by the log's origin.
+        said: the status of each answer.
+        says: status and body of every answer from now on, where a test makes it dishonest; else None.
     """
 
     daemon_threads = True
@@ -33,8 +38,8 @@ class Witness(ThreadingHTTPServer):
         self.key = Ed25519PrivateKey.generate()
         self.logs = {log.split("+", 2)[0]: log.split("+", 2)[1:] for log in logs}
         self.last: dict[str, tuple[int, bytes]] = {}
-        self.said: list[int] = []
-        self.says: tuple[int, bytes] | None = None
+        self.statuses: list[int] = []
+        self.fixed_answer: tuple[int, bytes] | None = None
         self.guard = threading.Lock()
         super().__init__(("127.0.0.1", 0), _WitnessHandler)
 
@@ -55,7 +60,7 @@ class Witness(ThreadingHTTPServer):
         head, _, checkpoint = body.partition(b"\n\n")
         text, _, signatures = checkpoint.partition(b"\n\n")
         lines = head.decode().split("\n")
-        (origin, size_line, root_line) = text.decode().split("\n")
+        origin, size_line, root_line = text.decode().split("\n")
         old = int(lines[0].removeprefix("old "))
         size = int(size_line)
         root = b64decode(root_line)
@@ -109,13 +114,16 @@ class _WitnessHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        known = self.path == "/submit/add-checkpoint"
-        status, answer = self.server.says or (
-            self.server.add_checkpoint(body) if known else (404, b"")
-        )
-        self.server.said.append(status)
+        if self.server.fixed_answer is not None:
+            status, answer = self.server.fixed_answer
+        elif self.path == "/submit/add-checkpoint":
+            status, answer = self.server.add_checkpoint(body)
+        else:
+            status, answer = 404, b""
+        self.server.statuses.append(status)
         self.send_response(status)
-        self.send_header("Content-Type", "text/x.tlog.size" if status == 409 else "text/plain")
+        content_type = "text/x.tlog.size" if status == 409 else "text/plain"
+        self.send_header("Content-Type", content_type)
         if status == 302:
             self.send_header("Location", self.server.url + "/elsewhere")
         self.send_header("Content-Length", str(len(answer)))

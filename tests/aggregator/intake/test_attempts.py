@@ -20,7 +20,7 @@ from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed
 from tests.support.errors import has_subject
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.publishing import receipts_key
 from tests.support.submissions import Arrival
@@ -42,20 +42,18 @@ run_app(app, sys.argv[1:3])
 
 @pytest.fixture(scope="module")
 def both_sent_once(
-    sent_once: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TinyFederation, str]:
+    sent_once: PlannedFederation, tmp_path_factory: pytest.TempPathFactory
+) -> PlannedFederation:
     """Two silos whose submissions are in their outboxes."""
-    tiny = sent_once[0].copy(tmp_path_factory.mktemp("attempts") / "copy")
-    plan_id = sent_once[1]
+    tiny = sent_once.tiny.copy(tmp_path_factory.mktemp("attempts") / "copy")
+    plan_id = sent_once.plan_id
     tiny.deliver_plan("south", plan_id)
     tiny.work("south")
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 @pytest.fixture
-def arrived(
-    both_sent_once: tuple[TinyFederation, str], tmp_path: Path
-) -> tuple[TinyFederation, str]:
+def arrived(both_sent_once: PlannedFederation, tmp_path: Path) -> PlannedFederation:
     """Both have arrived; nothing was taken in."""
 
     tiny, plan_id = both_sent_once
@@ -64,7 +62,7 @@ def arrived(
     tiny = TinyFederation(tmp_path, federation, tiny.sites)
     for silo_id in tiny.sites:
         tiny.collect(silo_id, plan_id)
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 def in_another_process(act: Callable[[], object]) -> int:
@@ -99,7 +97,7 @@ def answers(tiny: TinyFederation, plan_id: str, silo_id: str) -> dict[int, Recei
     ("poison", "deaths"), [(None, 0), ("north", MAX_ATTEMPTS)], ids=["control", "poison"]
 )
 def test_submission_that_kills_intake_is_refused_after_three_attempts_and_the_other_silo_goes_on(
-    arrived: tuple[TinyFederation, str],
+    arrived: PlannedFederation,
     monkeypatch: pytest.MonkeyPatch,
     poison: str | None,
     deaths: int,
@@ -124,7 +122,7 @@ def test_submission_that_kills_intake_is_refused_after_three_attempts_and_the_ot
 
 
 def test_silo_that_sends_poison_again_and_again_uses_up_few_restarts(
-    arrived: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch
+    arrived: PlannedFederation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: every submission kills intake, until its supervisor has no restart left for the other silos."""
     tiny, plan_id = arrived
@@ -148,7 +146,7 @@ def test_silo_that_sends_poison_again_and_again_uses_up_few_restarts(
 
 
 def test_poison_that_nobody_is_known_to_have_signed_uses_up_few_restarts_and_refuses_nothing(
-    arrived: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch
+    arrived: PlannedFederation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, plan_id = arrived
     monkeypatch.setattr(taking_in, "authenticate", deadly("north", authenticate))
@@ -183,7 +181,7 @@ def stays_at_work(tiny: TinyFederation, plan_id: str) -> "Iterator[subprocess.Po
 
 
 def test_intake_that_is_asked_to_stop_ends_at_once_and_counts_no_attempt(
-    arrived: tuple[TinyFederation, str],
+    arrived: PlannedFederation,
 ) -> None:
     """Neither as a failed one nor as a good one: what a killed process left before, the control, is left still."""
     tiny, plan_id = arrived

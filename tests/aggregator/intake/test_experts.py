@@ -12,7 +12,7 @@ from ddm.errors import PolicyError, TensorFileError
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import silo_parts
 from ddm.privacy.bounds import cell_noise_bound
-from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import POLICY, PlannedFederation, TinyFederation, recipe, write_policy
 from tests.support.submissions import SILO, Arrival, arrive
 
 WIDE_STATISTICS = {
@@ -25,7 +25,7 @@ WIDE_STATISTICS = {
 
 
 @pytest.fixture(scope="module")
-def sent_wide_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def sent_wide_once(tmp_path_factory: pytest.TempPathFactory) -> PlannedFederation:
     """A silo of patients, with an expert for each of two clusters and every kind of release, has its submission out."""
     tiny = TinyFederation.create(
         tmp_path_factory.mktemp("wide"), {"north": 300, "south": 30}, patients=True
@@ -39,11 +39,11 @@ def sent_wide_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFedera
     )
     tiny.deliver_plan(SILO, plan_id)
     tiny.work(SILO)
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 @pytest.fixture
-def wide(sent_wide_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
+def wide(sent_wide_once: PlannedFederation, tmp_path: Path) -> Arrival:
     return arrive(sent_wide_once, tmp_path / "copy")
 
 
@@ -70,7 +70,7 @@ def test_intake_refuses_a_submission_that_keeps_back_a_release(wide: Arrival, ki
     kept = [release for release in document["statistics"] if release["kind"] != kind]
     wide.document_path.write_text(json.dumps(document | {"statistics": kept}))
     wide.rewrite(lambda document: None)
-    wide.refused(PolicyError, "statistics", kind)
+    wide.assert_refused(PolicyError, "statistics", kind)
 
 
 @pytest.mark.parametrize("change", [{"epsilon": 0.5}, {"epsilon": 30.0}, {"delta": 1e-7}])
@@ -79,12 +79,12 @@ def test_intake_refuses_a_release_at_another_cost_than_the_plans(
     wide: Arrival, number: int, change: dict[str, float]
 ) -> None:
     wide.rewrite(lambda document: document["statistics"][number].update(change))
-    wide.refused(PolicyError, "epsilon and delta of")
+    wide.assert_refused(PolicyError, "epsilon and delta of")
 
 
 def test_intake_refuses_releases_by_image_where_the_plan_protects_patients(wide: Arrival) -> None:
     wide.rewrite(lambda document: document["spent"].update(unit="image"))
-    wide.refused(PolicyError, "privacy unit", "patient")
+    wide.assert_refused(PolicyError, "privacy unit", "patient")
 
 
 def one_cluster_less(wide: Arrival) -> str:
@@ -107,7 +107,7 @@ def test_intake_refuses_an_expert_for_a_cluster_that_the_noised_histogram_does_n
     wide: Arrival,
 ) -> None:
     one_cluster_less(wide)
-    wide.refused(PolicyError, "experts", "as its noised counts imply")
+    wide.assert_refused(PolicyError, "experts", "as its noised counts imply")
 
 
 def test_intake_accepts_the_experts_that_such_a_histogram_does_tell(wide: Arrival) -> None:
@@ -118,7 +118,7 @@ def test_intake_accepts_the_experts_that_such_a_histogram_does_tell(wide: Arriva
 
 def test_intake_refuses_a_submission_that_keeps_back_an_expert(wide: Arrival) -> None:
     wide.drop_expert("north-1")
-    wide.refused(PolicyError, "experts")
+    wide.assert_refused(PolicyError, "experts")
 
 
 def test_intake_refuses_experts_whose_clusters_were_swapped(wide: Arrival) -> None:
@@ -127,12 +127,12 @@ def test_intake_refuses_experts_whose_clusters_were_swapped(wide: Arrival) -> No
             expert["cluster"] = cluster
 
     wide.rewrite(swap)
-    wide.refused(PolicyError, "experts")
+    wide.assert_refused(PolicyError, "experts")
 
 
 def test_intake_refuses_experts_in_another_order(wide: Arrival) -> None:
     wide.rewrite(lambda document: document["experts"].reverse())
-    wide.refused(PolicyError, "experts")
+    wide.assert_refused(PolicyError, "experts")
 
 
 def test_intake_refuses_two_experts_that_are_one_file(wide: Arrival) -> None:
@@ -141,14 +141,14 @@ def test_intake_refuses_two_experts_that_are_one_file(wide: Arrival) -> None:
     document["experts"][1]["file"] = document["experts"][0]["file"]
     wide.document_path.write_text(json.dumps(document))
     wide.rewrite(lambda document: None)
-    wide.refused(PolicyError, "experts")
+    wide.assert_refused(PolicyError, "experts")
 
 
 def test_intake_refuses_the_exact_number_of_an_experts_images_where_only_noise_may_tell(
     wide: Arrival,
 ) -> None:
     wide.rewrite(lambda document: document["experts"][0].update(num_images=20))
-    wide.refused(PolicyError, "images of an expert")
+    wide.assert_refused(PolicyError, "images of an expert")
 
 
 @pytest.mark.parametrize("attack", ["a count below the noise", "units from nowhere"])
@@ -160,7 +160,7 @@ def test_intake_refuses_class_counts_that_no_noise_explains(wide: Arrival, attac
         "units from nowhere": torch.full((2, 4), num_units + reach),
     }
     wide.change_counts(lambda _: counts[attack], "class_counts")
-    wide.refused(
+    wide.assert_refused(
         TensorFileError,
         "class_counts",
         "counts within" if attack == "a count below the noise" else "a sum",
@@ -169,4 +169,4 @@ def test_intake_refuses_class_counts_that_no_noise_explains(wide: Arrival, attac
 
 def test_intake_refuses_class_counts_laid_out_by_group_first(wide: Arrival) -> None:
     wide.change_counts(lambda counts: counts.T, "class_counts")
-    wide.refused(TensorFileError, "class_counts")
+    wide.assert_refused(TensorFileError, "class_counts")

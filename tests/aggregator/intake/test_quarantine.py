@@ -141,7 +141,7 @@ def test_refused_submission_is_answered_with_the_reason_and_the_silo_may_try_aga
 ) -> None:
     poisoned.tiny.take_in()
     answer(poisoned, "refused", "the weights are noise")
-    poisoned.refused(RefusedError, "the weights are noise", "by a person")
+    poisoned.assert_refused(RefusedError, "the weights are noise", "by a person")
     assert waiting(poisoned) == [] and not poisoned.folder.exists()
     assert not (poisoned.receipts / "final").exists()
 
@@ -258,7 +258,7 @@ def test_command_refuses_what_waits_and_knows_no_other_silo(poisoned: Arrival) -
     poisoned.tiny.take_in()
     assert run("refuse", fed, "south", "--reason", "not theirs") == SetupError.exit_code
     assert run("refuse", fed, SILO, "--reason", "noise") == 0
-    poisoned.refused(RefusedError, "noise")
+    poisoned.assert_refused(RefusedError, "noise")
 
 
 def _let_stand_apart(

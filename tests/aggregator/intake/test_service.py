@@ -67,7 +67,7 @@ def test_intake_throws_away_a_submission_signed_by_another_silos_key(
     arrival: Arrival, caplog: pytest.LogCaptureFixture
 ) -> None:
     arrival.rewrite(lambda document: None, key=arrival.tiny.key("south"))
-    arrival.thrown_away()
+    arrival.assert_discarded()
     assert "[north] submission 1 is not as the silo signed it" in caplog.text
     arrival.arrive_again(1)
     assert arrival.verdict().verdict.kind == "accepted", "the silo's own follows"
@@ -76,7 +76,7 @@ def test_intake_throws_away_a_submission_signed_by_another_silos_key(
 
 def test_intake_refuses_a_submission_for_another_plan(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(plan_id="tiny-00000000"))
-    arrival.refused(ReplayError, "plan")
+    arrival.assert_refused(ReplayError, "plan")
 
 
 def test_intake_refuses_a_submission_for_another_version_of_the_plan(arrival: Arrival) -> None:
@@ -84,17 +84,17 @@ def test_intake_refuses_a_submission_for_another_version_of_the_plan(arrival: Ar
         document["plan_digest"] = document["audit"]["waiver"]["plan_digest"] = "0" * 64
 
     arrival.rewrite(other)
-    arrival.refused(ReplayError, "plan digest")
+    arrival.assert_refused(ReplayError, "plan digest")
 
 
 def test_intake_refuses_a_submission_that_names_another_silo(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(silo_id="south"))
-    arrival.refused(ReplayError, "silo")
+    arrival.assert_refused(ReplayError, "silo")
 
 
 def test_intake_refuses_a_replayed_submission(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document["statistics"][0].update(epsilon=2.0))
-    arrival.refused(PolicyError)
+    arrival.assert_refused(PolicyError)
     replayed = arrival.arrive_again(2)
     assert arrival.tiny.take_in() == []
     assert not replayed.exists()
@@ -124,7 +124,7 @@ def test_rubbish_in_a_silos_name_is_never_answered_however_often_it_comes(arriva
         shutil.rmtree(arrival.folder, ignore_errors=True)
         arrival.folder.mkdir()
         (arrival.folder / "rubbish").write_bytes(os.urandom(100))
-        arrival.thrown_away(times=times)
+        arrival.assert_discarded(times=times)
     arrival.arrive_again(1)
     assert arrival.verdict().verdict.kind == "accepted"
 
@@ -156,7 +156,7 @@ def test_intake_throws_away_a_role_that_lists_another_silos_files(arrival: Arriv
         targets = {name: TargetFile(1, {"sha256": "a" * 64}, name) for name in names}
         role = Targets(1, None, now_utc() + METADATA_LIFE, targets)
         arrival.role_path.write_bytes(sign_metadata(role, [arrival.key]))
-        arrival.thrown_away()
+        arrival.assert_discarded()
         shutil.rmtree(arrival.receipts)
         arrival.arrive_again(1)
 
@@ -167,7 +167,7 @@ def test_intake_throws_away_a_flipped_byte(arrival: Arrival, name: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    arrival.thrown_away()
+    arrival.assert_discarded()
 
 
 def test_intake_throws_away_a_flipped_byte_in_a_release(arrival: Arrival) -> None:
@@ -175,7 +175,7 @@ def test_intake_throws_away_a_flipped_byte_in_a_release(arrival: Arrival) -> Non
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    arrival.thrown_away()
+    arrival.assert_discarded()
 
 
 @pytest.mark.parametrize(
@@ -184,25 +184,25 @@ def test_intake_throws_away_a_flipped_byte_in_a_release(arrival: Arrival) -> Non
 def test_intake_throws_away_what_lacks_a_file(arrival: Arrival, name: str) -> None:
     path = arrival.folder / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    arrival.thrown_away()
+    arrival.assert_discarded()
 
 
 def test_intake_throws_away_what_has_a_file_that_nobody_listed(arrival: Arrival) -> None:
     (arrival.folder / "extra.bin").write_bytes(b"hello")
-    arrival.thrown_away()
+    arrival.assert_discarded()
 
 
 def test_intake_throws_away_what_has_a_symbolic_link(arrival: Arrival) -> None:
     path = arrival.folder / "counts.safetensors"
     path.unlink()
     path.symlink_to("/etc/passwd")
-    arrival.thrown_away()
+    arrival.assert_discarded()
 
 
 def test_intake_refuses_a_pickle_in_place_of_weights(arrival: Arrival) -> None:
     arrival.expert_path.write_bytes(pickle.dumps({"weights": [1.0]}))
     arrival.rewrite(lambda document: None)
-    arrival.refused(TensorFileError)
+    arrival.assert_refused(TensorFileError)
 
 
 def test_intake_refuses_misshaped_weights(arrival: Arrival) -> None:
@@ -210,7 +210,7 @@ def test_intake_refuses_misshaped_weights(arrival: Arrival) -> None:
     name = max(weights, key=lambda key: weights[key].numel())
     save_file(weights | {name: weights[name].T.contiguous()[:1]}, arrival.expert_path)
     arrival.rewrite(lambda document: None)
-    arrival.refused(TensorFileError)
+    arrival.assert_refused(TensorFileError)
 
 
 def test_intake_refuses_weights_with_a_nan(arrival: Arrival) -> None:
@@ -218,7 +218,7 @@ def test_intake_refuses_weights_with_a_nan(arrival: Arrival) -> None:
     next(iter(weights.values())).view(-1)[0] = float("nan")
     save_file(weights, arrival.expert_path)
     arrival.rewrite(lambda document: None)
-    arrival.refused(TensorFileError)
+    arrival.assert_refused(TensorFileError)
 
 
 def test_intake_refuses_sketches_for_more_units_than_stated(arrival: Arrival) -> None:
@@ -226,29 +226,29 @@ def test_intake_refuses_sketches_for_more_units_than_stated(arrival: Arrival) ->
     sketch = load_file(path)["sketch"]
     save_file({"sketch": torch.cat([sketch, sketch])}, path)
     arrival.rewrite(lambda document: None)
-    arrival.refused(TensorFileError)
+    arrival.assert_refused(TensorFileError)
 
 
 def test_intake_refuses_a_submission_that_spent_more_than_the_plan(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document["spent"].update(epsilon=9.0))
-    arrival.refused(PolicyError, "epsilon")
+    arrival.assert_refused(PolicyError, "epsilon")
 
 
 def test_intake_refuses_a_submission_that_nobody_approved(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(approval=None))
-    arrival.refused(PolicyError, "approval")
+    arrival.assert_refused(PolicyError, "approval")
 
 
 def test_intake_refuses_a_ledger_that_does_not_extend_the_one_seen(arrival: Arrival) -> None:
     seen = arrival.tiny.federation.registry / "ledgers" / f"{SILO}.json"
     seen.parent.mkdir()
     seen.write_text(json.dumps({"chain": ["f" * 64]}))
-    arrival.refused(LedgerError)
+    arrival.assert_refused(LedgerError)
 
 
 def test_intake_refuses_a_document_of_another_form_that_the_silo_signed(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(unknown=1))
-    arrival.refused(DocumentError)
+    arrival.assert_refused(DocumentError)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,9 @@ def test_intake_refuses_counts_that_no_noise_explains(arrival: Arrival, attack: 
         "units from nowhere": [num_units + reach] * 4,
     }
     arrival.change_counts(lambda _: torch.tensor(counts[attack]))
-    arrival.refused(TensorFileError, "sum" if attack == "units from nowhere" else "counts within")
+    arrival.assert_refused(
+        TensorFileError, "sum" if attack == "units from nowhere" else "counts within"
+    )
 
 
 def test_intake_accepts_counts_as_far_out_as_noise_may_carry_them(arrival: Arrival) -> None:
@@ -283,7 +285,7 @@ def test_intake_refuses_a_sketch_longer_than_noise_can_make_it(arrival: Arrival)
     sketch[3] *= 100 / sketch[3].norm()
     save_file({"sketch": sketch}, path)
     arrival.rewrite(lambda document: None)
-    arrival.refused(TensorFileError, "norm")
+    arrival.assert_refused(TensorFileError, "norm")
 
 
 def test_accepted_bytes_stay_when_the_serverapp_keeps_a_hand_on_what_it_fetched(
@@ -300,7 +302,7 @@ def test_accepted_bytes_stay_when_the_serverapp_keeps_a_hand_on_what_it_fetched(
 
 def test_what_was_answered_takes_no_room_any_more(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(approval=None))
-    arrival.refused(PolicyError)
+    arrival.assert_refused(PolicyError)
     assert not arrival.folder.exists()
     assert (arrival.receipts / "1.json").exists()
     shutil.copytree(arrival.tiny.sites[SILO].outbox / arrival.plan_id / "1", arrival.folder)
@@ -320,7 +322,7 @@ def test_plan_ends_when_intake_was_killed_between_the_receipt_and_its_mark(
 
 def test_refusal_is_not_the_end_when_intake_starts_again(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(approval=None))
-    arrival.refused(PolicyError)
+    arrival.assert_refused(PolicyError)
     assert arrival.tiny.take_in() == []
     assert not (arrival.receipts / "final").exists()
 
@@ -330,7 +332,7 @@ def test_last_refusal_that_there_may_be_says_so_and_ends(
 ) -> None:
     monkeypatch.setattr(taking_in, "MAX_SUBMISSIONS", 1)
     arrival.rewrite(lambda document: document.update(approval=None))
-    arrival.refused(PolicyError, "approval", "the last of 1 submissions")
+    arrival.assert_refused(PolicyError, "approval", "the last of 1 submissions")
     (arrival.receipts / "1.delivered").touch()
     assert is_plan_finished(arrival.tiny.federation.path, arrival.plan_id, [SILO])
 
@@ -360,14 +362,14 @@ def test_intake_refuses_a_release_that_the_plan_did_not_ask_for(arrival: Arrival
         json.dumps(document | {"statistics": [*document["statistics"], extra]})
     )
     arrival.rewrite(lambda document: None)
-    arrival.refused(PolicyError, "statistics", "class_counts")
+    arrival.assert_refused(PolicyError, "statistics", "class_counts")
 
 
 def test_intake_refuses_another_number_of_images_than_the_silos_units(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document["experts"][0].update(num_images=39))
-    arrival.refused(PolicyError, "images of an expert")
+    arrival.assert_refused(PolicyError, "images of an expert")
 
 
 def test_intake_refuses_a_silo_of_fewer_images_than_the_plan_asks(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(num_units=9))
-    arrival.refused(PolicyError, "images", "at least 10")
+    arrival.assert_refused(PolicyError, "images", "at least 10")

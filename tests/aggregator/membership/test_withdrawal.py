@@ -27,7 +27,7 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation
 from tests.support.publishing import (
     copy_without_sites,
     file_digests,
@@ -106,9 +106,7 @@ def test_nothing_more_is_taken_from_a_withdrawn_silo(published: PublishedRelease
     assert not any((tiny.federation.incoming / plan_id / "north").glob("[0-9]*"))
 
 
-def test_silo_that_never_answered_can_be_withdrawn(
-    late: tuple[TinyFederation, str], tmp_path: Path
-) -> None:
+def test_silo_that_never_answered_can_be_withdrawn(late: PlannedFederation, tmp_path: Path) -> None:
     tiny, plan_id = late
     withdraw_silo(tiny.federation, "east", REASON, receipts_key(tiny))
     tiny.collect("east", plan_id)
@@ -161,7 +159,7 @@ def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
 
 
 def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(
-    late: tuple[TinyFederation, str],
+    late: PlannedFederation,
 ) -> None:
     """The race: the record is written when intake is in the midst of this silo's submission."""
     tiny, plan_id = late
@@ -226,7 +224,7 @@ def test_accepted_silo_learns_that_it_was_withdrawn(published: PublishedRelease)
 
 
 def test_silo_that_waits_for_its_receipt_learns_that_it_was_withdrawn(
-    late: tuple[TinyFederation, str],
+    late: PlannedFederation,
 ) -> None:
     tiny, plan_id = late
     withdraw_silo(tiny.federation, "east", REASON, receipts_key(tiny))
@@ -257,7 +255,7 @@ def test_forged_notice_of_withdrawal_changes_nothing(published: PublishedRelease
 
 
 def test_commands_say_aloud_who_is_missing_and_publish_the_same_once(
-    late: tuple[TinyFederation, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    late: PlannedFederation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny, _ = late
     secret = tmp_path / "secret"

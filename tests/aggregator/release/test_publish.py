@@ -42,7 +42,7 @@ from ddm.trust.log.entries import VersionPublished
 from tests.conftest import PublishedRelease
 from tests.support.crashes import Crash
 from tests.support.errors import has_subject
-from tests.support.federation import TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.publishing import (
     copy_without_sites,
@@ -325,7 +325,7 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
 
 
 def test_fewer_silos_than_the_quorum_are_not_published(
-    late: tuple[TinyFederation, str], tmp_path: Path
+    late: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny, _ = late
     with pytest.raises(PolicyError, check=has_subject("release")) as refused:
@@ -340,7 +340,7 @@ def test_fewer_silos_than_the_quorum_are_not_published(
 
 
 def test_late_silo_gives_a_next_version_that_retrains_only_the_router(
-    late: tuple[TinyFederation, str], tmp_path: Path
+    late: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny, plan_id = late
     first = publish_next_version(tiny, tmp_path / "first").manifest

@@ -12,8 +12,8 @@ from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.runtime.running import run_federation
 from ddm.errors import DiskError
-from tests.conftest import Planned, PublishedRelease
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.conftest import PublishedRelease
+from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation
 
 
 def fails_to_sync(folder: Path) -> Callable[[int], None]:
@@ -29,10 +29,10 @@ def fails_to_sync(folder: Path) -> Callable[[int], None]:
 
 
 def test_run_needs_room_for_each_silo_s_largest_submission_and_its_copy(
-    planned_once: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned_once: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "tiny")
-    _ = planned_once[1]
+    tiny = planned_once.tiny.copy(tmp_path / "tiny")
+    _ = planned_once.plan_id
     plan, _ = tiny.federation.current_plan()
     needed = 2 * len(tiny.sites) * submission_bytes(plan)
     assert bytes_to_come(tiny.federation, plan) == needed
@@ -47,9 +47,9 @@ def test_run_needs_room_for_each_silo_s_largest_submission_and_its_copy(
 
 @pytest.mark.parametrize("name", ["incoming", "accepted", "receipts", "registry", "flower"])
 def test_run_names_the_folder_that_is_read_only(
-    name: str, planned_once: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, planned_once: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "tiny")
+    tiny = planned_once.tiny.copy(tmp_path / "tiny")
     folder = tiny.federation.path / name
     monkeypatch.setattr(os, "fsync", fails_to_sync(folder))
     with pytest.raises(DiskError, match="Read-only") as refusal:

@@ -99,7 +99,7 @@ def test_witnesses_cosign_a_log_each_time_it_grew_and_readers_demand_them(
         )
         name(keyed.federation, witness)
         assert log(keyed).code == 0
-        assert witness.said == [200, 409, 200], "it said which size it had seen last"
+        assert witness.statuses == [200, 409, 200], "it said which size it had seen last"
         assert read(keyed, *both).code == SignatureError.exit_code
         assert read(keyed, *both, "--quorum", 1).code == 0
         assert read(keyed, *both, "--quorum", 3).code == SetupError.exit_code
@@ -133,7 +133,7 @@ def test_witness_that_saw_a_second_history_says_so(
     assert log(before).code == SplitViewError.exit_code, "as many entries, and others"
     rotate_key(before.federation, "release", PASSPHRASE)
     assert log(before).code == SplitViewError.exit_code, "more entries, which do not continue"
-    assert len(note_lines(before)) == 1 and witness.said[-3:] == [409, 409, 422]
+    assert len(note_lines(before)) == 1 and witness.statuses[-3:] == [409, 409, 422]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_witness_that_answers_otherwise_adds_nothing(
     error: type[Exception] | None,
     words: str,
 ) -> None:
-    witness.says = says
+    witness.fixed_answer = says
     result = log(keyed)
     assert words in result.err and len(note_lines(keyed)) == 1
     assert result.code == getattr(error, "exit_code", 21)
@@ -168,7 +168,7 @@ def test_cosignature_of_another_key_is_not_added(keyed: KeyedFederation, witness
     other = SigningKey.generate()
     assert signed is not None
     foreign = cosign(signed, witness.name, other, 1_700_000_000).note.signatures[-1]
-    witness.says = (200, str(foreign).encode())
+    witness.fixed_answer = (200, str(foreign).encode())
     assert log(keyed).code == SignatureError.exit_code
     assert len(note_lines(keyed)) == 1
 
@@ -190,7 +190,7 @@ def test_wrong_key_of_a_witness_stops_before_anything_is_signed(
     settings = load_settings(FederationSettings, path)
     save_settings(settings.model_copy(update={"witnesses": (log_as_witness,)}), path, "edited")
     result = log(keyed)
-    assert (result.code, "a witness's key" in result.err, witness.said) == (
+    assert (result.code, "a witness's key" in result.err, witness.statuses) == (
         SetupError.exit_code,
         True,
         [],

@@ -41,7 +41,7 @@ class SignedFederation:
     def __post_init__(self) -> None:
         public = {name: key.public for name, key in self.keys.items()}
         online = Holders((public["online"],))
-        held = {
+        holders = {
             "root": Holders((public["root"], public["root2"]), 2),
             "targets": Holders((public["targets"],)),
             "snapshot": online,
@@ -51,7 +51,7 @@ class SignedFederation:
         self.repository = Repository.create(
             self.folder,
             root=sign_metadata(
-                draft_root(1, held, self.now), [self.keys["root"], self.keys["root2"]]
+                draft_root(1, holders, self.now), [self.keys["root"], self.keys["root2"]]
             ),
             targets=sign_metadata(targets, [self.keys["targets"]]),
             plans_key=self.keys["plans"],
@@ -137,7 +137,8 @@ class SignedFederation:
             self.repository.export_bundle(dest)
         else:
             self.repository.export_release(dest)
-        for path, data in (self.plan_files() if bundle else self.files).items():
+        files = self.plan_files() if bundle else self.files
+        for path, data in files.items():
             target = dest / "targets" / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)

@@ -23,7 +23,7 @@ from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.cohorts import cohort_at
 from tests.support.documents import to_bytes
-from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import POLICY, PlannedFederation, TinyFederation, recipe, write_policy
 from tests.support.parsers import submission_document
 
 SILO = "north"
@@ -54,7 +54,7 @@ HOLDS = {"required": True, "holdout_share": 0.25, "min_holdout_units": 10, "num_
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> PlannedFederation:
     """A site that holds 20 of 80 images out, and the plan of private experts; nobody waives anything."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("private"), {SILO: NUM})
     plan_id = tiny.sign(
@@ -62,7 +62,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, s
     )
     tiny.deliver_plan(SILO, plan_id)
     write_policy(tiny.sites[SILO], POLICY | {"audit": HOLDS})
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 def with_a_duplicate(tiny: TinyFederation) -> None:
@@ -121,7 +121,7 @@ def drawn_in_private(document: dict[str, Any]) -> bytes:
 
 @pytest.fixture(scope="module")
 def left(
-    planned: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory
+    planned: PlannedFederation, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Any, Site]:
     """What leaves of two sites whose data differ in one image: one's audit fails, the other's is inconclusive.
 
@@ -166,7 +166,7 @@ def test_all_that_leaves_of_two_neighbours_is_the_same_but_for_what_is_drawn(
 
 
 def test_person_at_the_site_sees_what_the_audit_found(
-    planned: tuple[TinyFederation, str], tmp_path: Path
+    planned: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny = planned[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
@@ -184,7 +184,7 @@ def test_person_at_the_site_sees_what_the_audit_found(
 
 
 def test_audit_that_breaks_off_stops_nothing_that_others_see(
-    planned: tuple[TinyFederation, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(*_: object) -> None:
         raise ValueError("a row that is not finite")

@@ -25,7 +25,15 @@ from silo.worker.auditing import audit_experts, gather_audit_inputs
 from silo.worker.worker import Worker
 from tests.support.cohorts import cohort_at
 from tests.support.errors import has_subject
-from tests.support.federation import POLICY, TinyFederation, cohort, recipe, waive, write_policy
+from tests.support.federation import (
+    POLICY,
+    PlannedFederation,
+    TinyFederation,
+    cohort,
+    recipe,
+    waive,
+    write_policy,
+)
 
 SILO = "north"
 MOST = {"max_near_copy_rate": 1.0, "max_mia_auc": 1.0, "max_mia_tpr": 1.0}
@@ -34,7 +42,7 @@ HOLDS = {"holdout_share": 0.25, "min_holdout_units": 10, "num_samples": 40} | MO
 
 
 @pytest.fixture(scope="module")
-def audited(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def audited(tmp_path_factory: pytest.TempPathFactory) -> PlannedFederation:
     """A site that holds 20 of 80 images out; its experts have been audited."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("audit"), {SILO: 80})
     plan_id = tiny.sign(recipe(audit=LOOSE))
@@ -46,7 +54,7 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, s
     bundle = tiny.federation.bundle(plan_id)
     waive(tiny.sites[SILO], sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()))
     tiny.work(SILO, until="audited")
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 def report_of(tiny: TinyFederation, plan_id: str) -> AuditReport:
@@ -55,7 +63,7 @@ def report_of(tiny: TinyFederation, plan_id: str) -> AuditReport:
 
 
 def test_audit_attacks_as_many_members_as_are_held_out_and_keeps_every_figure(
-    audited: tuple[TinyFederation, str],
+    audited: PlannedFederation,
 ) -> None:
     report = report_of(*audited)
     (expert,) = report.experts
@@ -70,7 +78,7 @@ def test_audit_attacks_as_many_members_as_are_held_out_and_keeps_every_figure(
 
 
 def test_audit_leaves_the_worst_pairs_in_the_private_folder_and_no_other_trace(
-    audited: tuple[TinyFederation, str],
+    audited: PlannedFederation,
 ) -> None:
     tiny, plan_id = audited
     folder = open_workspace(tiny.sites[SILO], plan_id).audit_folder(SILO)
@@ -84,7 +92,7 @@ def test_audit_leaves_the_worst_pairs_in_the_private_folder_and_no_other_trace(
 
 
 def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_them(
-    audited: tuple[TinyFederation, str], tmp_path: Path
+    audited: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny = audited[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
@@ -109,7 +117,7 @@ def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_th
 
 
 def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figures(
-    audited: tuple[TinyFederation, str], tmp_path: Path
+    audited: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny = audited[0].copy(tmp_path / "copy")
     plan_id = audited[1]
@@ -140,7 +148,7 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
     assert report_of(tiny, plan_id).experts == report.experts
 
 
-def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederation, str]) -> None:
+def test_expert_learns_nothing_of_the_units_held_out(audited: PlannedFederation) -> None:
     tiny, plan_id = audited
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
     accepted = worker.accepted_plan()
@@ -154,7 +162,7 @@ def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederati
 
 
 def test_same_figures_have_another_digest_whenever_they_are_written_down(
-    audited: tuple[TinyFederation, str],
+    audited: PlannedFederation,
 ) -> None:
     report = report_of(*audited)
     figures = report.model_dump(exclude={"salt", "format"})
@@ -164,7 +172,7 @@ def test_same_figures_have_another_digest_whenever_they_are_written_down(
 
 
 def test_statistics_and_number_of_units_count_the_units_held_out(
-    audited: tuple[TinyFederation, str], tmp_path: Path
+    audited: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny = audited[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]

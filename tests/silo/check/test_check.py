@@ -29,15 +29,14 @@ from silo.cli import app
 from silo.config import Site
 from silo.courier.reach import try_connection
 from silo.worker.state import Problem, State, save_state, state_path
-from tests.conftest import Planned
 from tests.support.case import case
-from tests.support.federation import TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation
 from tests.support.submissions import SILO
 
 
 @pytest.fixture
-def tiny(sent_once: Planned, tmp_path: Path) -> TinyFederation:
-    return sent_once[0].copy(tmp_path / "copy")
+def tiny(sent_once: PlannedFederation, tmp_path: Path) -> TinyFederation:
+    return sent_once.tiny.copy(tmp_path / "copy")
 
 
 @pytest.fixture

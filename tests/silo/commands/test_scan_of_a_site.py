@@ -9,15 +9,14 @@ from silo.config import Site
 from silo.images.report import report
 from silo.images.scanned_image import ScannedImage
 from silo.images.summary import Summary
-from tests.conftest import Planned
 from tests.support.commands import run_command
 from tests.support.dicom_files import waves
-from tests.support.federation import POLICY, write_policy
+from tests.support.federation import POLICY, PlannedFederation, write_policy
 
 SILO = "north"
 
 
-def of_pictures(planned: Planned, folder: Path) -> Site:
+def of_pictures(planned: PlannedFederation, folder: Path) -> Site:
     """A site of which policy.toml declares pictures, two of them."""
     site = planned[0].copy(folder / "copy").sites[SILO]
     data = folder / "data"
@@ -31,7 +30,7 @@ def of_pictures(planned: Planned, folder: Path) -> Site:
 
 
 def test_limits_given_to_a_scan_of_a_site_hold_for_all_of_it(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
     site = of_pictures(planned_once, tmp_path)
     words = ("silo", "scan", site.path, "--seconds", 30, "--memory", 2048)

@@ -43,7 +43,7 @@ def test_plan_begins_without_a_person_only_where_the_policy_says_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    site = planned_once[0].copy(tmp_path / "copy").sites[SILO]
+    site = planned_once.tiny.copy(tmp_path / "copy").sites[SILO]
     monkeypatch.setattr(
         "silo.plan.consent.networks_of", lambda plan: iter(["an autoencoder"] * brings)
     )
@@ -71,7 +71,7 @@ def test_networks_of_a_plan_are_those_that_see_private_images() -> None:
 def test_worker_waits_for_a_person_in_the_state_that_it_was_in(
     planned_once, tmp_path: Path
 ) -> None:
-    tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
+    tiny: TinyFederation = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"plans": {"accept": "person"}})
     worker = Worker(site, tiny.key(SILO), lambda state: None)

@@ -138,7 +138,7 @@ def test_waiver_replaces_the_one_in_the_policy_and_nothing_else(name: str) -> No
 def test_policy_whose_waiver_cannot_be_replaced_stays_as_it_is(
     planned_once, tmp_path: Path
 ) -> None:
-    site = planned_once[0].copy(tmp_path / "copy").sites[SILO]
+    site = planned_once.tiny.copy(tmp_path / "copy").sites[SILO]
     path = site.path / "policy.toml"
     table = json.dumps(waiver().model_dump(mode="json")).replace('":', '"=')
     inline = f"[audit]\nwaiver = {table}\n"
@@ -161,7 +161,7 @@ def test_until_is_a_day_or_a_time_with_its_zone() -> None:
 def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(
     planned_once, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     say = ("silo", "waive", site.path, "--role", "head of data", "--reason", "made up", "--until")
     assert "state waiting" in run_command(*say, "2099-01-01").err
@@ -182,7 +182,7 @@ def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(
 def test_waiver_that_ends_while_the_draft_waits_must_be_given_again(
     planned_once, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})
     state = tiny.work(SILO, until="awaiting_approval")
@@ -212,7 +212,7 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
         return gated.model_copy(update={"verdict": "fail"})
 
     monkeypatch.setattr(auditing, "inconclusive_report", failing)
-    tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
+    tiny: TinyFederation = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     # although the policy approves
     digest = str(tiny.work(SILO, until="awaiting_approval").submission_digest)
@@ -225,7 +225,7 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
                    "--reason", WHO.reason)  # fmt: skip
     assert result.code == 0, result.err
     tiny.work(SILO)
-    plan_id = planned_once[1]
+    plan_id = planned_once.plan_id
     tiny.collect(SILO, plan_id)
     assert [receipt.verdict.kind for receipt in tiny.take_in()] == ["accepted"]
     (path,) = site.outbox.glob(f"*/1/{submission_path(SILO)}")

@@ -11,16 +11,14 @@ from silo.config import Site
 from silo.privacy.holder import open_ledger
 from silo.setup import set_anchor
 from silo.worker.state import load_state, save_state, state_path
-from tests.support.federation import TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation
 
 SILO = "north"
 LEDGER = ("ledger.jsonl", "ledger.head", "draws")
 
 
 @pytest.fixture
-def assigned(
-    planned_once: tuple[TinyFederation, str], tmp_path: Path
-) -> tuple[TinyFederation, Site, str]:
+def assigned(planned_once: PlannedFederation, tmp_path: Path) -> tuple[TinyFederation, Site, str]:
     """A site that is about to draw, and a copy of its ledger as it is now."""
     once, plan_id = planned_once
     tiny = once.copy(tmp_path / "copy")
@@ -182,11 +180,11 @@ def test_crash_before_the_anchor_is_written_costs_nothing_but_the_debit(
 
 
 def test_ledger_is_given_no_anchor_of_another_ledger(planned_once, tmp_path: Path) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     anchor = tmp_path / "shared.anchor"
     set_anchor(tiny.sites[SILO], anchor)
     tiny.work(SILO, until="released")
-    other = planned_once[0].copy(tmp_path / "other").sites[SILO]
+    other = planned_once.tiny.copy(tmp_path / "other").sites[SILO]
     with pytest.raises(LedgerError, match="extends its anchor"):
         set_anchor(other, anchor)
     assert other.settings().ledger.anchor is None

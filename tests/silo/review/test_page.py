@@ -35,11 +35,10 @@ from silo.worker.approval import approval_path, approve
 from silo.worker.state import load_state, save_state, state_path
 from silo.worker.withdrawal import withdraw_from_plan
 from tests.aggregator.monitoring.test_live import CONTRAST
-from tests.conftest import Planned
 from tests.support.browser import browser, one_browser, overflow, show_as
 from tests.support.case import case
 from tests.support.commands import run_command
-from tests.support.federation import POLICY, TinyFederation, write_policy
+from tests.support.federation import POLICY, PlannedFederation, TinyFederation, write_policy
 from tests.support.seeded import SeededNoise
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -50,9 +49,11 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def waiting_once(sent_once: Planned, tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
+def waiting_once(
+    sent_once: PlannedFederation, tmp_path_factory: pytest.TempPathFactory
+) -> TinyFederation:
     """A site whose first submission was refused, and whose second one waits for a person."""
-    tiny = sent_once[0].copy(tmp_path_factory.mktemp("waiting") / "copy")
+    tiny = sent_once.tiny.copy(tmp_path_factory.mktemp("waiting") / "copy")
     site = tiny.sites[SILO]
     state = load_state(state_path(site.private))
     waiver = {"role": HOSTILE, "reason": "made-up images", "plan_digest": state.plan_digest}

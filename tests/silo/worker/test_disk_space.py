@@ -17,14 +17,13 @@ from silo.plan.workspace import open_workspace
 from silo.worker.disk_space import audit_bytes, job_bytes, plan_bytes
 from silo.worker.state import State
 from silo.worker.worker import Worker
-from tests.conftest import Planned
-from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import POLICY, PlannedFederation, TinyFederation, recipe, write_policy
 from tests.support.submissions import SILO
 
 
 @pytest.fixture
-def planned(planned_once: Planned, tmp_path: Path) -> Planned:
-    return planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
+def planned(planned_once: PlannedFederation, tmp_path: Path) -> PlannedFederation:
+    return planned_once.copy(tmp_path / "tiny")
 
 
 def worker(tiny: TinyFederation) -> Worker:
@@ -44,7 +43,7 @@ def trained(site: Site) -> bool:
 
 
 def test_full_disk_is_found_before_training_and_again_after_it_filled_up(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, plan_id = planned
     monkeypatch.setattr("ddm.io.space.free_bytes", lambda folder: 12_345)
@@ -68,7 +67,7 @@ def test_full_disk_is_found_before_training_and_again_after_it_filled_up(
 
 
 def test_room_asked_for_is_no_less_than_what_the_work_writes_and_not_much_more(
-    planned: Planned,
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -88,7 +87,7 @@ def test_room_asked_for_is_no_less_than_what_the_work_writes_and_not_much_more(
 
 @pytest.mark.parametrize("name", ["private", "outbox", "checkpoints"])
 def test_worker_ends_before_its_first_step_where_a_folder_refuses_a_write(
-    planned: Planned, name: str, monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]
@@ -148,7 +147,7 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
 
 
 def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]

@@ -32,20 +32,19 @@ from silo.worker.state import load_state, state_path
 from silo.worker.withdrawal import withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.case import case
-from tests.support.federation import POLICY, TinyFederation, write_policy
+from tests.support.federation import POLICY, PlannedFederation, TinyFederation, write_policy
 
 SILO = "north"
 PERSON = POLICY | {"approval": {"kind": "person"}}
-Planned = tuple[TinyFederation, str]
 
 
 @pytest.fixture(scope="module")
 def replaced_once(
-    planned_once: Planned, tmp_path_factory: pytest.TempPathFactory
+    planned_once: PlannedFederation, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TinyFederation, str, str]:
     """A site whose inbox holds one plan, and a federation that has signed the next one."""
-    tiny = planned_once[0].copy(tmp_path_factory.mktemp("replaced") / "copy")
-    return tiny, planned_once[1], tiny.sign()
+    tiny = planned_once.tiny.copy(tmp_path_factory.mktemp("replaced") / "copy")
+    return tiny, planned_once.plan_id, tiny.sign()
 
 
 @pytest.fixture
@@ -208,8 +207,10 @@ def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
     assert tiny.work(SILO, until="plan_accepted").plan_id == second
 
 
-def test_site_without_a_plan_has_nothing_to_give_up(planned_once: Planned, tmp_path: Path) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+def test_site_without_a_plan_has_nothing_to_give_up(
+    planned_once: PlannedFederation, tmp_path: Path
+) -> None:
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     with pytest.raises(ApprovalError, match="no plan"):
         withdraw_from_plan(tiny.sites[SILO], tiny.key(SILO))
 
@@ -225,10 +226,10 @@ def refused_once(tiny: TinyFederation, plan_id: str) -> None:
 
 
 def test_refusal_says_what_may_be_tried_again_and_what_it_costs(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
-    refused_once(tiny, planned_once[1])
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    refused_once(tiny, planned_once.plan_id)
     with pytest.raises(SubmissionRefusedError) as refused:
         tiny.work(SILO, until="accepted")
     said = refused.value.remedy
@@ -241,10 +242,10 @@ def test_refusal_says_what_may_be_tried_again_and_what_it_costs(
 
 
 def test_images_mended_after_a_refusal_are_not_answered_with_the_old_expert(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
-    plan_id = planned_once[1]
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    plan_id = planned_once.plan_id
     site = tiny.sites[SILO]
     refused_once(tiny, plan_id)
     with pytest.raises(SubmissionRefusedError):
@@ -270,9 +271,9 @@ def test_images_mended_after_a_refusal_are_not_answered_with_the_old_expert(
 
 
 def test_what_retraining_costs_is_not_asked_while_a_worker_may_unpack(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     tiny.work(SILO, until="plan_accepted")
     with locked(tiny.sites[SILO].private, "worker"), pytest.raises(BusyError, match="worker"):
         assess_retraining(tiny.sites[SILO])
@@ -280,9 +281,9 @@ def test_what_retraining_costs_is_not_asked_while_a_worker_may_unpack(
 
 
 def test_retraining_on_the_same_images_costs_no_epsilon(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, PERSON)
     tiny.work(SILO, until="awaiting_approval")
@@ -295,10 +296,10 @@ def test_retraining_on_the_same_images_costs_no_epsilon(
 
 
 def test_site_says_that_a_person_at_the_aggregator_decides(
-    planned_once: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned_once: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
-    plan_id = planned_once[1]
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    plan_id = planned_once.plan_id
     site = tiny.sites[SILO]
     tiny.work(SILO)
     tiny.collect(SILO, plan_id)
@@ -317,9 +318,9 @@ def test_site_says_that_a_person_at_the_aggregator_decides(
 
 
 def test_problem_that_was_solved_is_gone_when_the_work_goes_on(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, PERSON | {"privacy": {"budget_epsilon": 2.0}})
     worker = worker_of(tiny)
@@ -338,10 +339,10 @@ def test_problem_that_was_solved_is_gone_when_the_work_goes_on(
 
 
 def test_word_that_a_plan_was_given_up_is_believed_from_the_silos_own_key_alone(
-    planned_once: Planned, tmp_path: Path
+    planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
-    tiny = planned_once[0].copy(tmp_path / "copy")
-    plan_id = planned_once[1]
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    plan_id = planned_once.plan_id
     arrived = tiny.federation.incoming / plan_id / SILO / LEAVE_NAME
     arrived.parent.mkdir(parents=True)
     key = tiny.key(SILO)

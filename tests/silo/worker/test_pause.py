@@ -19,10 +19,9 @@ from silo.worker.progress import ProgressMeter, read_note
 from silo.worker.state import State, load_state, save_state, state_path
 from silo.worker.status import read_status
 from silo.worker.worker import Worker
-from tests.conftest import Planned
 from tests.silo.worker.test_worker import recipe_of_many_steps
 from tests.support.commands import run_command
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation
 from tests.support.threads import THREADS
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -30,9 +29,8 @@ SILO = "north"
 
 
 @pytest.fixture
-def planned(planned_once: Planned, tmp_path: Path) -> tuple[TinyFederation, str]:
-    tiny, plan_id = planned_once
-    return tiny.copy(tmp_path / "copy"), plan_id
+def planned(planned_once: PlannedFederation, tmp_path: Path) -> PlannedFederation:
+    return planned_once.copy(tmp_path / "copy")
 
 
 def start(site: Site, secret: Path) -> "subprocess.Popen[str]":
@@ -58,7 +56,7 @@ def end(process: "subprocess.Popen[str]", number: signal.Signals) -> str:
 
 
 def test_training_that_is_paused_goes_on_at_the_next_step_and_ends_with_the_undisturbed_bytes(
-    planned: tuple[TinyFederation, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -178,7 +176,7 @@ def work(tiny: TinyFederation, until: str) -> Spy:
 
 
 def test_loss_and_speed_stay_in_the_private_folder(
-    planned: tuple[TinyFederation, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("worker", "progress"):
         monkeypatch.setattr(f"silo.worker.{module}.NOTE_S", 0.0)
@@ -207,7 +205,7 @@ def test_loss_and_speed_stay_in_the_private_folder(
 
 
 def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
-    planned: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -263,7 +261,7 @@ def test_time_left_of_a_count_follows_its_own_stage(
 
 
 def test_pause_stops_every_stage_and_resume_twice_does_no_harm(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]

@@ -21,7 +21,7 @@ from silo.config import Site
 from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
 from tests.silo.worker.test_worker import end, recipe_of_many_steps, run_worker, wait_for, watch
-from tests.support.federation import TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation
 from tests.support.processes import is_running, wait_for_end
 from tests.support.waiting import LIMIT_S
 
@@ -40,9 +40,9 @@ def ask_for_processes(site: Site, num: int) -> None:
 
 
 @pytest.fixture
-def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
+def planned(planned_once: PlannedFederation, tmp_path: Path) -> PlannedFederation:
     """A federation whose plan has reached the silo's inbox."""
-    return planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
+    return planned_once.copy(tmp_path / "tiny")
 
 
 def training_processes(pid: int) -> list[int]:
@@ -140,7 +140,7 @@ def weights(site: Site) -> Tensor:
 
 
 def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_to_the_outside(
-    planned: tuple[TinyFederation, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
     tiny, plan_id = planned

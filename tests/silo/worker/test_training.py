@@ -20,7 +20,14 @@ from silo.worker.state import load_state, state_path
 from silo.worker.training import find_parts, images_of_part
 from silo.worker.worker import Worker
 from tests.support.documents import plan_document, to_bytes
-from tests.support.federation import NUM_STEPS, POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import (
+    NUM_STEPS,
+    POLICY,
+    PlannedFederation,
+    TinyFederation,
+    recipe,
+    write_policy,
+)
 
 SILO = "north"
 BY_CLUSTER = recipe(
@@ -41,18 +48,18 @@ LINE = Clusters(
 
 
 @pytest.fixture(scope="module")
-def assigned_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def assigned_once(tmp_path_factory: pytest.TempPathFactory) -> PlannedFederation:
     """A site that is about to draw its counts, which tell its experts."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("experts"), {SILO: 60})
     plan_id = tiny.sign(BY_CLUSTER)
     tiny.deliver_plan(SILO, plan_id)
     tiny.work(SILO, until="assigned")
-    return tiny, plan_id
+    return PlannedFederation(tiny, plan_id)
 
 
 @pytest.fixture
 def assigned(
-    assigned_once: tuple[TinyFederation, str], tmp_path: Path
+    assigned_once: PlannedFederation, tmp_path: Path
 ) -> Callable[[str], tuple[TinyFederation, Path]]:
     """Copies of it, each with the folder of its work."""
     tiny, plan_id = assigned_once

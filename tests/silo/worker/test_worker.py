@@ -29,7 +29,14 @@ from silo.worker.approval import approve
 from silo.worker.state import load_state, state_path
 from silo.worker.withdrawal import withdraw_from_plan
 from silo.worker.worker import Worker
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    PlannedFederation,
+    TinyFederation,
+    recipe,
+    write_policy,
+)
 from tests.support.threads import THREADS
 from tests.support.waiting import LIMIT_S
 
@@ -37,13 +44,12 @@ SILO = "north"
 
 
 @pytest.fixture
-def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
-    tiny, plan_id = planned_once
-    return tiny.copy(tmp_path / "copy"), plan_id
+def planned(planned_once: PlannedFederation, tmp_path: Path) -> PlannedFederation:
+    return planned_once.copy(tmp_path / "copy")
 
 
 def test_worker_refuses_a_plan_above_its_policy_before_touching_data(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     write_policy(tiny.sites[SILO], POLICY | {"privacy": {"max_epsilon": 3.0}})
@@ -55,7 +61,7 @@ def test_worker_refuses_a_plan_above_its_policy_before_touching_data(
 
 
 def test_worker_takes_a_refused_plan_after_the_policy_was_changed(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     write_policy(tiny.sites[SILO], POLICY | {"privacy": {"max_epsilon": 3.0}})
@@ -64,7 +70,7 @@ def test_worker_takes_a_refused_plan_after_the_policy_was_changed(
     assert tiny.work(SILO, until="plan_accepted").problem is None
 
 
-def test_worker_refuses_a_bundle_with_a_flipped_byte(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_refuses_a_bundle_with_a_flipped_byte(planned: PlannedFederation) -> None:
     tiny, plan_id = planned
     path = (
         tiny.sites[SILO].inbox
@@ -85,7 +91,7 @@ def test_worker_refuses_a_bundle_with_a_flipped_byte(planned: tuple[TinyFederati
 
 
 def test_worker_refuses_a_plan_of_another_federation(
-    planned: tuple[TinyFederation, str], tmp_path: Path
+    planned: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny, plan_id = planned
     stranger = TinyFederation.create(tmp_path / "stranger", {SILO: 20})
@@ -100,7 +106,7 @@ def test_worker_refuses_a_plan_of_another_federation(
 
 
 def test_worker_refuses_over_budget_before_training_and_before_any_noise_is_drawn(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -114,7 +120,7 @@ def test_worker_refuses_over_budget_before_training_and_before_any_noise_is_draw
 
 
 def test_worker_draws_nothing_when_the_budget_shrank_during_training(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]
@@ -126,7 +132,7 @@ def test_worker_draws_nothing_when_the_budget_shrank_during_training(
     assert not list((site.private / "draws").iterdir())
 
 
-def test_site_takes_another_plan_after_giving_one_up(planned: tuple[TinyFederation, str]) -> None:
+def test_site_takes_another_plan_after_giving_one_up(planned: PlannedFederation) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"privacy": {"budget_epsilon": 2.0}})
@@ -142,7 +148,7 @@ def test_site_takes_another_plan_after_giving_one_up(planned: tuple[TinyFederati
 
 
 def test_worker_takes_a_plan_whose_acceptance_was_interrupted(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -169,7 +175,7 @@ def test_worker_refuses_a_plan_whose_expert_is_larger_than_it_declares(
 
 
 def test_worker_ignores_a_folder_in_the_inbox_that_is_no_plan(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     for name in ("foo", "..bar", "x" * 200):
@@ -178,7 +184,7 @@ def test_worker_ignores_a_folder_in_the_inbox_that_is_no_plan(
 
 
 def test_worker_refuses_images_that_changed_after_they_were_scanned(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     tiny.work(SILO, until="assigned")
@@ -196,7 +202,7 @@ def test_worker_refuses_images_that_changed_after_they_were_scanned(
 
 
 def test_worker_refuses_too_few_images_for_this_sites_policy(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, _ = planned
     write_policy(tiny.sites[SILO], POLICY | {"training": {"min_images": 41}})
@@ -205,7 +211,7 @@ def test_worker_refuses_too_few_images_for_this_sites_policy(
 
 
 def test_worker_notes_the_progress_of_training_on_disk(
-    planned: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch
+    planned: PlannedFederation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, _ = planned
     monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
@@ -220,7 +226,7 @@ def test_worker_notes_the_progress_of_training_on_disk(
     assert max(seen) == worker.state.num_steps > 0
 
 
-def test_worker_stops_at_the_audit_without_a_waiver(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_stops_at_the_audit_without_a_waiver(planned: PlannedFederation) -> None:
     tiny, plan_id = planned
     write_policy(tiny.sites[SILO], {"approval": {"kind": "policy"}})
     with pytest.raises(AuditError):
@@ -230,7 +236,7 @@ def test_worker_stops_at_the_audit_without_a_waiver(planned: tuple[TinyFederatio
 
 
 def test_worker_waits_for_a_person_and_sends_only_the_digest_approved(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -248,7 +254,7 @@ def test_worker_waits_for_a_person_and_sends_only_the_digest_approved(
 
 
 def test_worker_refuses_to_send_when_a_reviewed_file_has_changed(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -261,7 +267,7 @@ def test_worker_refuses_to_send_when_a_reviewed_file_has_changed(
 
 
 def test_worker_keeps_the_same_draws_when_it_starts_again(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -277,7 +283,7 @@ def test_worker_keeps_the_same_draws_when_it_starts_again(
 
 
 def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
@@ -303,7 +309,7 @@ def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(
 
 
 def test_worker_believes_no_receipt_but_the_genuine_one(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     tiny.work(SILO)
@@ -421,7 +427,7 @@ def recipe_of_many_steps(num_steps: int = 200) -> Recipe:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
 def test_worker_completes_a_plan_in_a_network_namespace_without_interfaces(
-    planned: tuple[TinyFederation, str],
+    planned: PlannedFederation,
 ) -> None:
     tiny, plan_id = planned
     unshare = shutil.which("unshare")
@@ -446,7 +452,7 @@ def test_worker_completes_a_plan_in_a_network_namespace_without_interfaces(
     assert (site.outbox / plan_id / "1" / submission_path(SILO)).exists()
 
 
-def test_second_worker_on_the_same_site_is_refused(planned: tuple[TinyFederation, str]) -> None:
+def test_second_worker_on_the_same_site_is_refused(planned: PlannedFederation) -> None:
     from ddm.errors import BusyError
     from ddm.io.locks import locked
 
