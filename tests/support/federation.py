@@ -26,8 +26,8 @@ from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.setup import init_federation
 from ddm.images.array_files import open_arrays
-from ddm.planning.networks import open_networks, open_networks_beside
 from ddm.io.settings import save_settings
+from ddm.planning.networks import open_networks, open_networks_beside
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.protocol.receipt import Receipt

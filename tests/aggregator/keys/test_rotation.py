@@ -19,6 +19,7 @@ from ddm.publishing.keys import load_key, load_model_signing_key
 from ddm.trust.keys import PublicKey
 from ddm.trust.verify import verify_bundle, verify_release
 from tests.aggregator.keys.test_tls import handshake
+from tests.support.errors import has_subject
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
 from tests.support.forked import fork_process, wait_for_exit
 
@@ -144,7 +145,7 @@ def test_plan_drafted_before_the_receipts_key_was_rotated_is_not_signed(
 
     draft = keyed.draft(2)
     rotate_key(keyed.federation, "receipts", PASSPHRASE)
-    with pytest.raises(SetupError, match="rotated"):
+    with pytest.raises(SetupError, check=has_subject("plan digits-00000002")):
         sign_plan(keyed.federation, draft, PASSPHRASE)
     assert keyed.federation.current_plan()[0].plan_id == "digits-00000001"
 
@@ -197,7 +198,7 @@ def test_two_operators_cannot_sign_at_once(keyed: KeyedFederation) -> None:
 def test_unknown_key_is_named_and_holders_of_a_key_that_has_none_are_refused(
     keyed: KeyedFederation,
 ) -> None:
-    with pytest.raises(SetupError, match="model-signing"):
+    with pytest.raises(SetupError, check=has_subject("KEY")):
         parse_key_name("router")
     with pytest.raises(SetupError):
         rotate_key(keyed.federation, "online", PASSPHRASE, keyed.hold("ada", threshold=1))

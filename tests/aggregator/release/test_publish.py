@@ -121,7 +121,7 @@ def test_metadata_that_were_signed_since_make_a_new_version(
 
 def test_unusable_out_uses_up_no_version(published: PublishedRelease, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match="--out"):
+    with pytest.raises(SetupError, check=has_subject("--out")):
         publish_next_version(published.tiny, tmp_path / "file" / "release", renew=True)
     with pytest.raises(BusyError):
         publish_next_version(published.tiny, published.release, renew=True)
@@ -379,7 +379,7 @@ def test_published_model_signature_belongs_to_this_version_alone(
     signature = tmp_path / "second" / "targets" / published.plan_id / "model.sig"
     verify_release(published, tmp_path / "second")
     shutil.copyfile(published.release / "targets" / published.plan_id / "model.sig", signature)
-    with pytest.raises(DigestError, match=r"model\.sig"):
+    with pytest.raises(DigestError, check=has_subject("model.sig")):
         verify_release(published, tmp_path / "second")
 
 
@@ -387,7 +387,7 @@ def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
     published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = ddm.publishing.signing.digests_to_sign
-    with monkeypatch.context() as patch, pytest.raises(DigestError, match=r"model\.sig"):
+    with monkeypatch.context() as patch, pytest.raises(DigestError, check=has_subject("model.sig")):
         patch.setattr(
             ddm.publishing.signing,
             "digests_to_sign",

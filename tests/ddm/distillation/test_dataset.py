@@ -246,7 +246,7 @@ def test_conditions_that_experts_do_not_have_are_refused() -> None:
         with pytest.raises(ShapeError, check=has_subject("classes")):
             teaching(ensemble(), replace(lessons, labels=labels), "label", source="x")
     plain = Ensemble(MIXTURE.experts(), MIXTURE, MIXTURE.prior_K, shape=(2,))
-    with pytest.raises(ShapeError, match="conditions"):
+    with pytest.raises(ShapeError, check=has_subject("conditions")):
         teaching(plain, lessons, "label", source="x")
     with pytest.raises(ShapeError, match="one per image"):
         DistillationData(lessons.images, labels=torch.zeros(49, dtype=torch.int64))
@@ -265,7 +265,7 @@ def test_labels_are_read_as_the_condition_says_and_refused_otherwise(tmp_path: P
     texts = TextCondition(dim=3, max_tokens=2)
     assert read_labels(saved(labels=np.ones((4, 2, 3))), texts).dtype == torch.float32
     for wrong in (np.array([0.5]), np.array([], np.int64), np.int64(1)):
-        with pytest.raises(DataError, match="labels"):
+        with pytest.raises(DataError, check=has_subject("labels")):
             read_labels(saved(labels=wrong), CONDITION)
     with pytest.raises(ShapeError, check=has_subject("classes")):
         read_labels(saved(labels=np.array([2])), CONDITION)
@@ -273,9 +273,9 @@ def test_labels_are_read_as_the_condition_says_and_refused_otherwise(tmp_path: P
         with pytest.raises(ShapeError, check=has_subject("text")):
             read_labels(saved(labels=np.ones(shape)), texts)
     for number in (np.nan, 1e300):  # the latter becomes infinite in single precision
-        with pytest.raises(DataError, match="labels"):
+        with pytest.raises(DataError, check=has_subject("labels")):
             read_labels(saved(labels=np.full((1, 2, 3), number)), texts)
-    with pytest.raises(DataError, match="labels"):
+    with pytest.raises(DataError, check=has_subject("data file")):
         read_labels(saved(images=np.ones(3)), CONDITION)
     with pytest.raises(ShapeError, check=has_subject("conditions")):
         read_labels(saved(labels=np.ones(3)), NoCondition())

@@ -198,13 +198,13 @@ def test_weights_that_are_not_what_the_plan_lists_are_refused(tmp_path: Path) ->
     weights.write_bytes(changed)
     with pytest.raises(DigestError):
         open_latent(spec, SHAPE, listed, tmp_path)
-    with pytest.raises(TensorFileError, match=r"shape|F32"):
+    with pytest.raises(TensorFileError, check=has_subject("tensor decoder.conv_in.weight")):
         open_latent(spec.model_copy(update={"latent_channels": 8}), SHAPE, None, tmp_path)
-    with pytest.raises(TensorFileError, match="F16"):
+    with pytest.raises(TensorFileError, check=has_subject("tensor decoder.conv_in.bias")):
         open_latent(spec.model_copy(update={"dtype": "float16"}), SHAPE, None, tmp_path)
     with pytest.raises(ShapeError, check=has_subject("autoencoder")):
         open_latent(spec, (3, 18, 16), None, tmp_path)
-    with pytest.raises(ShapeError, match="volumes"):
+    with pytest.raises(ShapeError, check=has_subject("autoencoder")):
         open_latent(spec, (3, 8, 8, 8), None, tmp_path)
     torch.save({"a": torch.zeros(1)}, weights)
     with pytest.raises(TensorFileError, match="pickle"):

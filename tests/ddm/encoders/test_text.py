@@ -131,7 +131,7 @@ def test_another_file_than_the_pinned_one_is_refused(
             lambda: TextEncoder.open(mine, condition),
             lambda: check_files(mine, pinned),
         ):
-            with pytest.raises(DigestError, match=f"tiny-t5, {name}"):
+            with pytest.raises(DigestError, check=has_subject(f"tiny-t5, {name}")):
                 refuse()
     (mine / name).unlink()
     for refuse in (lambda: TextEncoder.open(mine, condition), lambda: check_files(mine, pinned)):
@@ -219,7 +219,10 @@ def test_pickled_incomplete_and_infinite_weights_are_refused(folder: Path, tmp_p
     save_file(
         {name: value.clone() for name, value in whole.items()} | {lost: whole[lost] / 0}, weights
     )
-    with pytest.raises(TensorFileError, match="finite"):
+    with pytest.raises(
+        TensorFileError,
+        check=has_subject("tensor encoder.block.0.layer.1.DenseReluDense.wo.weight"),
+    ):
         pin(mine, max_tokens=L, drop=0.0)
     torch.save(whole, weights)
     with pytest.raises(TensorFileError, match="pickle"):

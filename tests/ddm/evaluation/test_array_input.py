@@ -182,7 +182,7 @@ def test_ensemble_takes_arrays_where_it_takes_tensors() -> None:
         "images": lambda: ensemble.inpaint(x.astype(object), np.ones((4, 2), bool)),
         "prior": lambda: ensemble.sample(2, prior=np.array(["a", "b"])),
     }.items():
-        with case(name), pytest.raises(DataError, match=f"^{name}: "):
+        with case(name), pytest.raises(DataError, check=has_subject(name)):
             call()
     with pytest.raises(ShapeError, check=has_subject("x")):
         ensemble.posterior(x[:, 0], once)

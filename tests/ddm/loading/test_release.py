@@ -247,7 +247,7 @@ def test_release_is_refused_when_its_host_swaps_a_document_after_it_was_verified
         return verify_release(*arguments, before_recording=swap_then_read, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ddm.loading.release, "verify_release", verify_then_swap)
-    with pytest.raises(DigestError, match=name):
+    with pytest.raises(DigestError, check=has_subject(name)):
         open_release(published.release, root=published.root, state=None)
 
 
@@ -340,7 +340,7 @@ def test_ensemble_is_refused_when_its_router_says_what_cannot_be_applied(
         tmp_path / "other",
     )
     release = open_release(tmp_path / "other", root=published.root, state=None)
-    with pytest.raises(DocumentError, match=next(iter(changes)).replace("_", " ")):
+    with pytest.raises(DocumentError, check=has_subject(next(iter(changes)).replace("_", " "))):
         load_ensemble(release)
 
 

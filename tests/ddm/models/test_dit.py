@@ -387,7 +387,7 @@ def test_architecture_is_refused_when_it_does_not_fit_the_shape(
 
 
 def test_volumes_are_sent_to_the_unet() -> None:
-    with pytest.raises(ShapeError, match="unet"):
+    with pytest.raises(ShapeError, check=has_subject("architecture dit")):
         build_expert(SMALL, (1, 8, 8, 8))
 
 

@@ -149,7 +149,7 @@ def test_malicious_plan_with_false_group_statistics_is_refused(sketch: Sketch) -
         replace(sketch, group_cov_GRR=-sketch.group_cov_GRR).check()
     with pytest.raises(PolicyError, check=has_subject("the plan's group shares")):
         replace(sketch, group_weight_G=2 * sketch.group_weight_G).check()
-    with pytest.raises(PolicyError, match="finite"):
+    with pytest.raises(PolicyError, check=has_subject("the plan's sketch")):
         replace(sketch, mean_D=sketch.mean_D * math.nan).check()
 
 
@@ -174,7 +174,7 @@ def test_head_of_a_sketch_is_the_sketch_of_its_leading_dimensions(sketch: Sketch
     assert Sketch.fit(images, group, RANK, GROUPS).scale > alone.scale
     narrow.check()
     for rank in (0, RANK + 1):
-        with pytest.raises(ShapeError, match="dimensions"):
+        with pytest.raises(ShapeError, check=has_subject("sketch")):
             sketch.head(rank)
 
 

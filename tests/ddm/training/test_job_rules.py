@@ -217,7 +217,10 @@ def test_launcher_is_words_that_no_shell_reads(tmp_path: Path) -> None:
         ('launcher = "srun {folder}"\njobs = "shared"', "jobs must be an absolute path"),
         ("processes = 65", "at most 64 on one machine"),
     ]:
-        with case(line=line), pytest.raises(SetupError, match="training") as caught:
+        with (
+            case(line=line),
+            pytest.raises(SetupError, check=has_subject("silo.toml, field training")) as caught,
+        ):
             of(line)
         with case(line=line):
             assert said in str(caught.value)

@@ -113,7 +113,7 @@ def test_noise_has_the_standard_deviation_that_was_paid_for_and_covers_the_round
 
 
 def test_units_must_be_numbered_without_a_gap_and_one_for_each_image(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="privacy units"):
+    with pytest.raises(DataError, check=has_subject("privacy units")):
         private(unit_N=torch.tensor([0, 2]))
     with pytest.raises(DataError, match="one unit for each of 40 images"):
         trial(tmp_path, unit_N=UNIT_N[:-1])()
@@ -126,7 +126,7 @@ def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(
         run = trial(tmp_path / name)
         engine = run.task.expert.engine.model_copy(update={name: True})
         expert = PlannedExpert(run.task.expert.plan, "north", 0, None, engine, paid=PAID)
-        with case(name), pytest.raises(SetupError, match=f"training.{name}"):
+        with case(name), pytest.raises(SetupError, check=has_subject(f"training.{name}")):
             expert.train(
                 run.task.inputs,
                 run.expert,
