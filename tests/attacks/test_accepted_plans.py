@@ -29,7 +29,8 @@ from tests.support.dishonest_aggregator import (
 from tests.support.errors import has_subject
 
 PATIENTS = 512  # each singled out by a centroid of its own
-PRIVATE, DECOYS = random_images(PATIENTS, 1), random_images(PATIENTS, 2)
+PRIVATE = random_images(PATIENTS, 1)
+DECOYS = random_images(PATIENTS, 2)
 
 
 def singling_out(counts_epsilon: float, moved: float = 0.0) -> UnsignedPlan:
@@ -147,7 +148,8 @@ def drawn_until_refused(
 def test_hundred_plans_get_no_more_than_the_budget_between_them(
     aggregator: DishonestAggregator, tmp_path: Path
 ) -> None:
-    epsilon, budget = 1.0, 2.0
+    epsilon = 1.0
+    budget = 2.0
     worlds = worlds_of(aggregator.offer(singling_out(epsilon)))
 
     def bound(found: list[list[Tensor]]) -> float:
@@ -198,7 +200,8 @@ def test_plan_under_the_id_of_an_accepted_one_is_not_looked_at_and_would_pay_aga
 def test_membership_attack_on_sketches_is_bounded_at_any_scale_that_is_allowed(
     scale: float,
 ) -> None:
-    claim, delta = 1.0, 1e-2
+    claim = 1.0
+    delta = 1e-2
     assert (
         epsilon_bound(*neighbours.sketches(claim, delta, scale=scale).scores(20_000), delta)
         <= claim

@@ -89,7 +89,8 @@ def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_read
 ) -> None:
     operators = Operators(tmp_path)
     set_up(operators)
-    fed, sites = operators.fed, {silo_id: Site(tmp_path / silo_id) for silo_id in EXPORTS}
+    fed = operators.fed
+    sites = {silo_id: Site(tmp_path / silo_id) for silo_id in EXPORTS}
     settings = fed / "federation.toml"
     told = json.loads((fed / "invitation.json").read_text())["address"].rpartition(":")[2]
     port = free_port()

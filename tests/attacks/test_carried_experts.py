@@ -87,7 +87,8 @@ def opened(published: PublishedRelease, state: Path | None = None) -> Release:
 def test_plan_carries_accepted_experts_and_only_the_late_silo_trains(
     grown_once: PublishedRelease, published_once: PublishedRelease, tmp_path: Path
 ) -> None:
-    tiny, old_id = grown_once.tiny, published_once.plan_id
+    tiny = grown_once.tiny
+    old_id = published_once.plan_id
     release = opened(grown_once, tmp_path / "state")
     assert release.plan.silos == ("west",)
     assert release.plan.members == ("east", "north", "west")
@@ -366,8 +367,10 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
     grown: PublishedRelease, tmp_path: Path
 ) -> None:
     """The attack: a silo is withdrawn, readers see a release without it, and a later plan carries its expert again."""
-    tiny, state = grown.tiny, tmp_path / "state"
-    metadata, cache = tmp_path / "before", tmp_path / "client"
+    tiny = grown.tiny
+    state = tmp_path / "state"
+    metadata = tmp_path / "before"
+    cache = tmp_path / "client"
     opened(grown, state)
     shutil.copytree(tiny.federation.path, metadata)
     kept = tiny.copy(tmp_path / "unlawful")  # a copy of the folder in which nothing was withdrawn
@@ -420,10 +423,8 @@ def test_two_roles_of_one_silo_are_refused(grown: PublishedRelease) -> None:
         silos={"west": delegates.silos["east"]},
         carried={"west": delegates.carried["east"]},
     )
-    targets, more = (
-        repository.next_targets(delegates, now_utc()),
-        repository.next_targets(other, now_utc()),
-    )
+    targets = repository.next_targets(delegates, now_utc())
+    more = repository.next_targets(other, now_utc())
     assert targets.delegations is not None
     assert more.delegations is not None
     targets.delegations.keys |= more.delegations.keys
@@ -445,7 +446,8 @@ def test_two_roles_of_one_silo_are_refused(grown: PublishedRelease) -> None:
 def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
     published: PublishedRelease, tmp_path: Path
 ) -> None:
-    tiny, state = published.tiny, tmp_path / "state"
+    tiny = published.tiny
+    state = tmp_path / "state"
     opened(published, state)
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
@@ -471,7 +473,9 @@ def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
 def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
     published: PublishedRelease, tmp_path: Path
 ) -> None:
-    tiny, card, secret = published.tiny, tmp_path / "card.json", tmp_path / "pass"
+    tiny = published.tiny
+    card = tmp_path / "card.json"
+    secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     tiny.join("west", LATE, 1)
     draft = make_draft(

@@ -170,7 +170,8 @@ def test_shares_of_classes_in_the_router_file_are_refused(
     trained: TinyFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they stood before readers computed them: nothing reads them, and the file is not opened."""
-    federation, plan_id = trained.federation, take_inventory(trained.federation).plan.plan_id
+    federation = trained.federation
+    plan_id = take_inventory(trained.federation).plan.plan_id
     path = router_path(federation, plan_id)
     num = len(
         [e for silo in take_inventory(federation).silos.values() for e in silo.submission.experts]

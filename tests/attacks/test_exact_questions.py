@@ -114,7 +114,8 @@ def overflowing(folder: Path) -> None:
 def seen_of(tiny: TinyFederation, plan_id: str) -> list[object]:
     """Everything that the aggregator sees of the site's work, but noise, weights and times."""
     tiny.deliver_plan(SILO, plan_id)
-    site, seen = tiny.sites[SILO], []
+    site = tiny.sites[SILO]
+    seen = []
     worker = Worker(site, tiny.key(SILO), lambda state: None)
     worker.begin()
     while worker.state.state != "in_outbox":
@@ -208,9 +209,12 @@ def overflowing_autoencoder(folder: Path) -> None:
         for name, each in tensors.items()
         if name.startswith("encoder.blocks.")
     }
-    first, branch = "encoder.blocks.0.conv", "encoder.blocks.1"
-    of[f"{first}.weight"][0], of[f"{first}.bias"][0] = 1 / 9, -0.75
-    of[f"{first}.weight"][1], of[f"{first}.bias"][1] = -1 / 9, 0.75
+    first = "encoder.blocks.0.conv"
+    branch = "encoder.blocks.1"
+    of[f"{first}.weight"][0] = 1 / 9
+    of[f"{first}.bias"][0] = -0.75
+    of[f"{first}.weight"][1] = -1 / 9
+    of[f"{first}.bias"][1] = 0.75
     of[f"{branch}.norm1.weight"].fill_(1e3)
     of[f"{branch}.conv1.conv.weight"][2, 0, 1, 1] = 1.0
     of[f"{branch}.norm2.weight"].fill_(1e4)
@@ -226,7 +230,8 @@ def overflowing_autoencoder(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> None:
-    seen, times = [], 8
+    seen = []
+    times = 8
     save_tensors(
         tmp_path / "weights.safetensors",
         dict(build_autoencoder(AUTOENCODER, (1, 32, 32)).state_dict()),
@@ -312,7 +317,8 @@ PERCENTILES: dict[str, Any] = {"range": {"kind": "percentiles", "low": 99.9, "hi
 def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
     transform: dict[str, Any], others: int, levels: tuple[int, int], unit: Unit, tmp_path: Path
 ) -> None:
-    seen, patients = [], [f"P{number // 2}" for number in range(SPREAD)]
+    seen = []
+    patients = [f"P{number // 2}" for number in range(SPREAD)]
     patients[7] = "P99"  # who has no other picture
     for number, level in enumerate(levels):
         at = [others] * SPREAD
@@ -361,7 +367,9 @@ def test_number_of_slices_asks_nothing_about_the_depth_of_one_patients_volume(
     """The card states 16 images: nine slices of the deep volume, and two of each other, would be one too many."""
     import nibabel
 
-    seen, num, transform = [], 5, {"slices": {"count": 9}}
+    seen = []
+    num = 5
+    transform = {"slices": {"count": 9}}
     for depth in (9, 2):
         folder = tmp_path / str(depth) / "data"
         folder.mkdir(parents=True)

@@ -149,7 +149,8 @@ def test_nothing_private_is_exposed_when_the_commands_run_with_umask_000(
     command: Callable[..., None], tmp_path: Path
 ) -> None:
     tiny = found(command, tmp_path)
-    fed, site = tiny.federation.path, tiny.sites[SILO]
+    fed = tiny.federation.path
+    site = tiny.sites[SILO]
     assert mode(fed) == mode(site.private) == mode(site.courier) == 0o700
     assert mode(site.path) == mode(site.inbox) == mode(site.outbox) == 0o750
     assert mode(tmp_path / "card.json") == 0o644

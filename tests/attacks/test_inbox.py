@@ -39,7 +39,8 @@ from tests.support.submissions import SILO
 
 SHARD = 40_000
 BUNDLE_BYTES = 400_000
-CAP_BYTES, CAP_FILES = 1_000_000, 80
+CAP_BYTES = 1_000_000
+CAP_FILES = 80
 PLAN = "digits-3f9a1c2e"
 
 
@@ -242,7 +243,8 @@ def test_inbox_holds_no_more_than_the_site_allows(
 def test_what_does_not_belong_into_the_inbox_goes_and_nothing_beyond_it(
     signer: Signer, limits: SiteLimits, tmp_path: Path
 ) -> None:
-    fed, inbox = signed(signer, tmp_path, PLAN), limits.site / "inbox"
+    fed = signed(signer, tmp_path, PLAN)
+    inbox = limits.site / "inbox"
     deliver(fed, PLAN, limits)
     precious = tmp_path / "precious"
     (precious / "bundle").mkdir(parents=True)
@@ -275,10 +277,8 @@ def test_only_a_receipt_that_the_plan_s_key_signed_for_this_submission_is_kept(
     fed = signed(signer, tmp_path, PLAN)
     deliver(fed, PLAN, limits)
     (limits.site / "outbox" / PLAN / "1").mkdir(parents=True)
-    bundle, path = (
-        limits.site / "inbox" / PLAN / "bundle",
-        limits.site / "inbox" / PLAN / "receipts" / "1.json",
-    )
+    bundle = limits.site / "inbox" / PLAN / "bundle"
+    path = limits.site / "inbox" / PLAN / "receipts" / "1.json"
 
     def send(receipt: bytes, sequence: int = 1) -> int:
         return answer(

@@ -66,7 +66,9 @@ def test_other_user_gets_nothing_from_the_programs_of_a_silo_and_its_aggregator(
     nginx = find_nginx() if with_nginx else None
     if with_nginx and nginx is None:
         pytest.skip("nginx is not installed")
-    fed, site, port = tmp_path / "fed", tmp_path / "north", free_port()
+    fed = tmp_path / "fed"
+    site = tmp_path / "north"
+    port = free_port()
     make_federation(fed)
     key = make_site(site, fed)
     courier = Courier(site, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9)

@@ -12,7 +12,8 @@ from examples.paper.privacy import neighbours
 from examples.paper.privacy.attacks import epsilon_bound
 from examples.paper.privacy.neighbours import Neighbours, with_quarter_noise
 
-CLAIM, DELTA = 1.0, 1e-2
+CLAIM = 1.0
+DELTA = 1e-2
 PATIENT_IMAGES = 50
 
 
@@ -83,7 +84,8 @@ def test_patient_with_many_images_is_exposed_where_the_unit_is_the_image(
 
 
 def test_attack_on_a_whole_plan_goes_beyond_each_part_but_not_beyond_the_composed_epsilon() -> None:
-    part, delta = 2.0, 0.05
+    part = 2.0
+    delta = 0.05
     attack = neighbours.counts_and_sketches(part, part, delta)
     claim = plan_epsilon(attack.worlds[0].plan)
     assert part < epsilon_bound(*attack.scores(12288), delta) <= claim < 2 * part
@@ -104,29 +106,34 @@ def test_score_of_the_attack_on_a_whole_plan_is_the_log_likelihood_ratio() -> No
 
 
 def test_epsilon_bound_holds_as_often_as_it_says_and_the_plain_estimate_does_not() -> None:
-    mu, delta, confidence, num = 1.0, 1e-2, 0.9, 400
+    mu = 1.0
+    delta = 1e-2
+    confidence = 0.9
+    num = 400
     rng = np.random.default_rng(0)
     truth = next(
         epsilon for epsilon in np.arange(0, 6, 0.001) if gaussian_delta(mu, float(epsilon)) <= delta
     )
-    over_bound, over_estimate = 0, 0
+    over_bound = 0
+    over_estimate = 0
     for _ in range(300):
-        first, second = rng.standard_normal(num) + mu, rng.standard_normal(num)
+        first = rng.standard_normal(num) + mu
+        second = rng.standard_normal(num)
         over_bound += epsilon_bound(first, second, delta, confidence) > truth
         threshold = np.linspace(-2, 3, 60)[:, None]
-        hits, alarms = (
-            (first > threshold).mean(1),
-            np.maximum((second > threshold).mean(1), 0.5 / num),
-        )
+        hits = (first > threshold).mean(1)
+        alarms = np.maximum((second > threshold).mean(1), 0.5 / num)
         over_estimate += np.log((hits - delta).clip(1e-9) / alarms).max() > truth
     assert over_bound <= 300 * (1 - confidence)
     assert over_estimate > 150
 
 
 def test_epsilon_bound_comes_close_to_the_truth_with_many_experiments() -> None:
-    mu, delta = 1.0, 1e-1
+    mu = 1.0
+    delta = 1e-1
     rng = np.random.default_rng(1)
-    first, second = rng.standard_normal(400_000) + mu, rng.standard_normal(400_000)
+    first = rng.standard_normal(400_000) + mu
+    second = rng.standard_normal(400_000)
     best = max(
         np.log((norm.sf(cut - mu) - delta) / norm.sf(cut)) for cut in np.linspace(-1, 2, 300)
     )

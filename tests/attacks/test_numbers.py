@@ -45,10 +45,12 @@ from tests.support.dishonest_aggregator import (
 from tests.support.documents import to_bytes
 from tests.support.forked import fork_process, wait_for_exit
 
-MIB, CPU_S = 512, 10  # what refusing a plan or a release may cost, on top of the program itself
+MIB = 512
+CPU_S = 10  # what refusing a plan or a release may cost, on top of the program itself
 HONEST = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
 KEY = SigningKey.generate()
-EXPERT, TRAINING = "expert.architecture", "expert.training"
+EXPERT = "expert.architecture"
+TRAINING = "expert.training"
 
 
 def asking(**changes: object) -> UnsignedPlan:
@@ -256,7 +258,8 @@ def refusals(site: Site, plan_ids: list[str]) -> dict[str, Problem]:
     told = site.path / "told.json"
 
     def look() -> None:
-        found, stopping = dict[str, str](), Event()
+        found = dict[str, str]()
+        stopping = Event()
 
         def heard(state: State) -> None:
             if state.plan_id and state.problem:
@@ -297,7 +300,8 @@ def test_plan_of_vast_sizes_is_refused_by_arithmetic_alone(
 def test_plan_with_an_unreadable_number_is_refused(
     hostile: DishonestAggregator, site: Site
 ) -> None:
-    old, offered = b'"num_steps": 1500', dict[str, str]()
+    old = b'"num_steps": 1500'
+    offered = dict[str, str]()
     assert old in to_bytes(HONEST.document)
     for attack, written in WRITTEN.items():
         new = b'"num_steps": ' + written

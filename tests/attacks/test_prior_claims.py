@@ -38,7 +38,9 @@ from tests.support.publishing import (
     publish_unchecked,
 )
 
-HONEST, CLAIMED, AGREED = 40, 340_000, 64
+HONEST = 40
+CLAIMED = 340_000
+AGREED = 64
 SILOS = {"east": HONEST, "north": HONEST, "west": HONEST}
 OTHERS = ("east", "north")
 COUNTS = {"epsilon": 1.0, "num_groups": 4}
@@ -114,7 +116,8 @@ def admit(tiny: TinyFederation, *arguments: object, silo_id: str = "west") -> in
 def shares(tiny: TinyFederation) -> list[float]:
     """Train the router; return what each accepted silo holds of the prior, by name."""
     inventory = take_inventory(tiny.federation)
-    report, held_K = train_router(tiny.federation, inventory, seed=0), [0.0] * len(inventory.silos)
+    report = train_router(tiny.federation, inventory, seed=0)
+    held_K = [0.0] * len(inventory.silos)
     layout = read_statistics(tiny.federation, inventory).layout
     for k, prior in zip(layout.silo_E, report.expert_priors, strict=True):
         held_K[k] += prior
@@ -226,7 +229,8 @@ def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(
     tiny: TinyFederation,
 ) -> None:
     """The card said 340,000, and nobody looked at it."""
-    site, card = tiny.sites["west"], tiny.path / "west.card.json"
+    site = tiny.sites["west"]
+    card = tiny.path / "west.card.json"
     card.write_bytes(make_card(site, tiny.key("west"), images=CLAIMED))
     enroll_silo(tiny.federation, card)
     planned(tiny, **COUNTED)
@@ -249,7 +253,8 @@ def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(
 def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(
     tiny: TinyFederation,
 ) -> None:
-    site, card = tiny.sites["west"], tiny.path / "west.card.json"
+    site = tiny.sites["west"]
+    card = tiny.path / "west.card.json"
     card.write_bytes(make_card(site, tiny.key("west"), images=AGREED, patients=20))
     enroll_silo(tiny.federation, card)
     planned(tiny, router={"kind": "counts"}, statistics=TOTAL | {"unit": "patient"})

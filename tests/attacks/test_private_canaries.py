@@ -21,7 +21,10 @@ from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.private import STEPS_PER_CLIP, PrivateTraining, noise_of, sensitivity
 from tests.support.case import case
 
-CANARIES, STEPS, DELTA, CONFIDENCE = 200_000, 8, 1e-8, 0.95
+CANARIES = 200_000
+STEPS = 8
+DELTA = 1e-8
+CONFIDENCE = 0.95
 # fixed beforehand, and paid for: each bound holds with a quarter of the doubt
 GUESSES = (
     300,
@@ -48,7 +51,8 @@ def scores(
     paid = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=STEPS)
     source = PrivateTraining(terms, paid, torch.arange(CANARIES), secret)
     coins = np.where(np.random.default_rng(0).random(CANARIES) < 0.5, 1.0, -1.0)
-    ratio, largest = np.zeros(CANARIES), sensitivity(CANARIES)
+    ratio = np.zeros(CANARIES)
+    largest = sensitivity(CANARIES)
     for step in range(STEPS):
         entered = source.sampled(step)
         total = np.zeros(CANARIES)
@@ -57,7 +61,8 @@ def scores(
             CANARIES, share * noise * largest, SecretStream(secret, "noise", step)
         ):
             total[start : start + len(block)] += block.numpy()
-        y, variance = total / STEPS_PER_CLIP, noise**2
+        y = total / STEPS_PER_CLIP
+        variance = noise**2
         seen = [np.log1p(rate * np.expm1((sign * y - 0.5) / variance)) for sign in (1, -1)]
         ratio += seen[0] - seen[1]
     return coins, ratio
@@ -65,7 +70,8 @@ def scores(
 
 def shown(coins: NDArray[np.float64], ratio: NDArray[np.float64]) -> float:
     """Return the epsilon that the run shows at `DELTA`, with `CONFIDENCE`: Theorem 5.2 of the paper."""
-    surest, doubt = np.argsort(-np.abs(ratio)), (1 - CONFIDENCE) / len(GUESSES)
+    surest = np.argsort(-np.abs(ratio))
+    doubt = (1 - CONFIDENCE) / len(GUESSES)
     right = np.sign(ratio[surest]) == coins[surest]
     return max(_bound(num, int(right[:num].sum()), doubt) for num in GUESSES)
 

@@ -20,8 +20,10 @@ from ddm.statistics.base import StatisticSource
 from examples.paper.privacy.attacks import Rates, error_reduction, reconstruct, reidentification
 from examples.paper.privacy.drawing import make_plan, make_source, noise_of, sketches_in_order
 
-RANK, GROUPS = 12, 16
-EPSILON, DELTA = 7.0, 1e-5
+RANK = 12
+GROUPS = 16
+EPSILON = 7.0
+DELTA = 1e-5
 TENTH_OF_THE_NOISE = total_epsilon([GaussianMechanism(mu=10 * gaussian_mu(EPSILON, DELTA))], DELTA)
 
 
@@ -68,7 +70,8 @@ class Cohort:
 
     def reductions(self, released_NR: Tensor, alpha: float, sigma: float) -> tuple[float, float]:
         """How much the sketches tell of images beyond the public mean, and beyond the mean of the image's group."""
-        images_ND, sketch = self.images.flatten(1), self.sketch
+        images_ND = self.images.flatten(1)
+        sketch = self.sketch
         share_G = torch.bincount(self.group_N, minlength=GROUPS) / len(self.group_N)
         mean_R = share_G.double() @ sketch.group_mean_GR.double()
         apart_GR = sketch.group_mean_GR.double() - mean_R
@@ -79,7 +82,8 @@ class Cohort:
         )
         blind_ND = share_G @ self.group_mean_GD
         by_mean = reconstruct(released_NR, alpha, sigma, sketch, blind_ND, mean_R, whole_RR)
-        grouped_ND, by_group = self.group_mean_GD[self.group_N], torch.empty_like(by_mean)
+        grouped_ND = self.group_mean_GD[self.group_N]
+        by_group = torch.empty_like(by_mean)
         for group in range(GROUPS):
             rows = self.group_N == group
             by_group[rows] = reconstruct(
@@ -146,8 +150,10 @@ def test_released_sketches_of_digits_hardly_improve_a_guess_of_the_image() -> No
 
 def test_no_linear_guess_from_sketches_is_better_than_the_reconstruction() -> None:
     cohort = digits()
-    s_0_NR, images_ND = cohort.sketch.project(cohort.images), cohort.images.flatten(1).double()
-    guess_D, mean_R = images_ND.mean(0), s_0_NR.mean(0)
+    s_0_NR = cohort.sketch.project(cohort.images)
+    images_ND = cohort.images.flatten(1).double()
+    guess_D = images_ND.mean(0)
+    mean_R = s_0_NR.mean(0)
     cov_RR = torch.cov(s_0_NR.T)
     noise = 0.3 * torch.randn(
         s_0_NR.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64

@@ -44,7 +44,8 @@ from tests.support.screening import ARCHITECTURE, SHAPE, TRAINING, make_wild_at,
 from tests.support.submissions import SILO, Arrival, arrive
 
 DOC = Path(__file__).parents[2] / "docs" / "explanation" / "screening.md"
-ANSWERS, OF_A_CLASS = answer_attacks(public_images()), class_attacks(public_images())
+ANSWERS = answer_attacks(public_images())
+OF_A_CLASS = class_attacks(public_images())
 CAUGHT = {
     "output x 100 at t = 1": "high_loss_once",
     "output x 3 at t = 1": "high_loss_once",
@@ -126,11 +127,10 @@ def test_weights_changed_so_that_one_time_of_the_default_grid_is_wild_wait_for_a
 ) -> None:
     """The attack that passed: the tested times were public, and none was a solver's."""
     weights = make_wild_at(honest, t, 100.0)
-    before, after = answers(honest), answers(weights)
-    x, near = (
-        torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0)),
-        torch.full((4,), t - 0.0016),
-    )
+    before = answers(honest)
+    after = answers(weights)
+    x = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0))
+    near = torch.full((4,), t - 0.0016)
     assert float((before(x, near, None) - after(x, near, None)).norm()) < 0.4 * float(
         before(x, near, None).norm()
     )
@@ -193,10 +193,8 @@ def test_expert_that_breaks_under_every_text_is_flagged(honest: dict[str, Tensor
 def test_pair_of_silos_that_send_one_expert_with_slightly_opposite_biases_is_found(
     honest: dict[str, Tensor], trial: Trial
 ) -> None:
-    answer, bias = (
-        answers(honest),
-        0.01 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)),
-    )
+    answer = answers(honest)
+    bias = 0.01 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
     plus, minus = (
         figures(honest, lambda x, t, c, sign=sign: answer(x, t, c) + sign * bias, trial, name)
         for name, sign in (("plus", 1.0), ("minus", -1.0))
@@ -314,10 +312,8 @@ def test_measured_federation_agrees_with_the_documented_table() -> None:
     """One federation of the measurement: what was always flagged is, what never was is not, honest silos pass."""
     from examples.screening.measure import measure, recipe
 
-    table, found = (
-        _table(),
-        {what: (tried, flagged) for what, tried, flagged, *_ in measure(recipe(300), 1)},
-    )
+    table = _table()
+    found = {what: (tried, flagged) for what, tried, flagged, *_ in measure(recipe(300), 1)}
     assert set(found) == set(table)
     for what, (tried, flagged) in table.items():
         if flagged in (0, tried):

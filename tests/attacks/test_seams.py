@@ -192,7 +192,8 @@ def test_consent_is_remembered_or_asked_for_again_however_the_reader_is_cut_shor
     keyed: KeyedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A consent that was given, used and forgotten would leave the old key, perhaps a thief's, as the known one."""
-    state, old = tmp_path / "state", keyed.silos["east"].public.fingerprint
+    state = tmp_path / "state"
+    old = keyed.silos["east"].public.fingerprint
     start(keyed, 1)
     verify_release(keyed.publish(1, tmp_path / "first"), keyed.root, state=state)
     remove_silo(keyed.federation, "east", "lost its key", PASSPHRASE)
@@ -200,7 +201,8 @@ def test_consent_is_remembered_or_asked_for_again_however_the_reader_is_cut_shor
     keyed.complete()
     keyed.enroll("east")
     start(keyed, 2)
-    second, new = keyed.publish(2, tmp_path / "second"), keyed.silos["east"].public.fingerprint
+    second = keyed.publish(2, tmp_path / "second")
+    new = keyed.silos["east"].public.fingerprint
 
     def cut_short(*arguments: object) -> None:
         raise KeyboardInterrupt
@@ -285,7 +287,8 @@ def test_plan_that_the_courier_tidies_just_now_is_looked_at_again(
 def test_rotated_card_can_be_read_by_whoever_takes_it_to_the_aggregator(
     planned_once: PlannedFederation, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    tiny, secret = planned_once.tiny.copy(tmp_path / "copy"), tmp_path / "secret"
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    secret = tmp_path / "secret"
     secret.write_bytes(PASSPHRASE + b"\n")
     before = os.umask(0o077)  # as the program sets it
     request.addfinalizer(lambda: os.umask(before))

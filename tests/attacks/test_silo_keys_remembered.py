@@ -48,7 +48,8 @@ from tests.support.publishing import publish_next_version, publish_short_pages
 
 def put_in_place(published: PublishedRelease, silo_id: str, thief: SigningKey) -> None:
     """What the holder of `targets` at the aggregator does: enroll a key of their own under the name of a silo."""
-    federation, plan_id = published.tiny.federation, published.plan_id
+    federation = published.tiny.federation
+    plan_id = published.plan_id
     card_path = federation.registry / f"{silo_id}.json"
     card = read_card(card_path.read_bytes()).model_copy(update={"signing_key": str(thief.public)})
     card_path.write_bytes(seal(card.encode(), CARD_KIND, thief))
@@ -83,7 +84,8 @@ def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_c
     publish_short_pages(monkeypatch)
     look = ("--root", published.root, "--state", tmp_path / "state")
     assert run_command("ddm", "verify", published.release, *look).code == 0
-    thief, swapped = SigningKey.generate(), tmp_path / "swapped"
+    thief = SigningKey.generate()
+    swapped = tmp_path / "swapped"
     put_in_place(published, "east", thief)
     publish_next_version(published.tiny, swapped, renew=True)
     fingerprint = thief.public.fingerprint
@@ -259,7 +261,8 @@ def test_history_that_the_old_key_did_not_seal_convinces_no_reader(keyed, read, 
         (second / "targets" / "digits-00000002" / KEY_HISTORY).read_bytes(), subject="x"
     )
     genuine = open_rotation(history.silos["east"][0].encode())
-    thief, new = SigningKey.generate(), keyed.silos["east"]
+    thief = SigningKey.generate()
+    new = keyed.silos["east"]
 
     def sealed(rotation: KeyRotation, outer: SigningKey = old, inner: SigningKey = new) -> str:
         return seal(
@@ -378,7 +381,8 @@ def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(
     planned_once: PlannedFederation, tmp_path: Path
 ) -> None:
     tiny = planned_once.tiny.copy(tmp_path / "copy")
-    site, fed = tiny.sites["north"], tiny.federation.path
+    site = tiny.sites["north"]
+    fed = tiny.federation.path
     old = tiny.key("north").public
     first = rotate(tiny, "north", tmp_path).read_bytes()
     assert tiny.key("north").public != old
@@ -419,10 +423,8 @@ def test_rotation_that_was_cut_short_is_finished_with_the_same_key(
 
 
 def test_aggregator_takes_in_no_rotation_but_the_silos_own(keyed, tmp_path: Path) -> None:
-    genuine, thief = (
-        RotatedCard.parse(keyed.rotate("east").read_bytes(), subject="x"),
-        SigningKey.generate(),
-    )
+    genuine = RotatedCard.parse(keyed.rotate("east").read_bytes(), subject="x")
+    thief = SigningKey.generate()
     north = read_card((keyed.federation.registry / "north.json").read_bytes())
     card = read_card(genuine.card.encode())
     own = seal(

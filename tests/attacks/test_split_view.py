@@ -337,7 +337,8 @@ def test_federation_restored_from_an_old_backup_does_not_overwrite_its_public_lo
     from ddm.publishing.public_log import export_log
 
     publish_short_pages(monkeypatch)
-    federation, backup = published.tiny.federation, tmp_path / "backup"
+    federation = published.tiny.federation
+    backup = tmp_path / "backup"
     shutil.copytree(federation.path, backup)
     publish(federation, PASSPHRASE, tmp_path / "out", renew=True)
     export_log(federation, tmp_path / "served")

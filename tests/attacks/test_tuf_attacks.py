@@ -105,14 +105,16 @@ class Readers:
 
     def verify(self, name: str = "reader") -> int:
         """What `ddm verify` says."""
-        root, state = self.published.root, self.folder / name / "state"
+        root = self.published.root
+        state = self.folder / name / "state"
         return int(
             str(run_command("ddm", "verify", self.www, "--root", root, "--state", state).code)
         )
 
     def fetch(self, name: str = "reader") -> None:
         """Fetch with python-tuf's client, from metadata to files."""
-        cache, root = self.folder / name / "cache", self.published.root.read_bytes()
+        cache = self.folder / name / "cache"
+        root = self.published.root.read_bytes()
         updater = tuf_client(self.host.url, cache, root, patience_s=self.patience_s)
         silos = [path.name for path in (self.targets / "silos").iterdir()]
         for path in (*self.names, *(f"silos/{silo}/submission.json" for silo in silos)):
@@ -222,7 +224,8 @@ def test_versions_of_roles_in_a_stolen_snapshot_bind_no_reader(readers: Readers)
 
 def test_what_the_old_online_key_signed_stays_refused_after_its_rotation(readers: Readers) -> None:
     """The attack: a thief serves what was current before the rotation, or goes on signing with the stolen key."""
-    old, thief = readers.published.release, readers.stolen("online")
+    old = readers.published.release
+    thief = readers.stolen("online")
     readers.operate("rotate", readers.fed, "online")
     new = readers.publish()
     readers.accept()
@@ -250,7 +253,8 @@ def test_silo_recovers_from_a_fast_forward_as_readers_do(
 ) -> None:
     tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites["north"]
-    root, trust = tiny.root.read_bytes(), site.private / "trust"
+    root = tiny.root.read_bytes()
+    trust = site.private / "trust"
 
     def received(bundle: Path) -> None:
         verify_bundle(bundle, root, state=trust)

@@ -38,7 +38,8 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
 ) -> None:
     publish_short_pages(monkeypatch)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    honest, forked = Federation(tmp_path / "fed"), Federation(tmp_path / "forked")
+    honest = Federation(tmp_path / "fed")
+    forked = Federation(tmp_path / "forked")
     shutil.copytree(published_once.tiny.federation.path, honest.path)
     shutil.copytree(honest.path, forked.path)
     log_key = log_key_of(Repository(honest.tuf).root())

@@ -97,7 +97,8 @@ def test_decomposition_is_exact_when_one_expert_predicts_eps_on_another_path() -
     experts[1] = as_velocity(cosine.eps_expert(1), "eps", CosinePath(), LinearPath())
     experts[2] = as_velocity(cosine.expert(2), "velocity", CosinePath(), LinearPath())
     x, t_B = noised()
-    x, t_B = x[t_B < 0.98], t_B[t_B < 0.98]
+    x = x[t_B < 0.98]
+    t_B = t_B[t_B < 0.98]
     mixed = exact(experts=list(experts))
     assert (mixed.velocity(x, t_B) - four_silos().velocity(x, t_B)).abs().max() < 1e-10
     experts[1] = cosine.eps_expert(1)
@@ -299,7 +300,8 @@ def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
     )
     times = [1 - n / 5 for n in range(6)]
     for n in range(5):
-        visits, experts.asked = experts.asked[: 2 * 4], experts.asked[2 * 4 :]
+        visits = experts.asked[: 2 * 4]
+        experts.asked = experts.asked[2 * 4 :]
         # heun, expert by expert
         assert [t for _, _, t in visits] == pytest.approx([times[n], times[n + 1]] * 4)
         assert [(k, num) for k, num, _ in visits[::2]] == [(k, num) for k, num, _ in visits[1::2]]

@@ -95,7 +95,8 @@ def converse(fed, limits, *, until, lose=lambda: False, restart=lambda: False, r
         if until():
             return aggregator
         if restart():
-            aggregator, in_flight = delivery(fed), []
+            aggregator = delivery(fed)
+            in_flight = []
         in_flight += aggregator.next_requests([e.message for e in in_flight], 4)
         shuffle.shuffle(in_flight)
         if in_flight:
@@ -163,7 +164,8 @@ def test_bundle_is_never_replaced_when_the_aggregator_offers_other_content(fed, 
     before = contents(bundle)
     plan = fed / "plans" / PLAN / "bundle" / "targets" / PLAN / "plan.json"
     plan.write_bytes(b"evil")
-    aggregator, codes = delivery(fed, shard_bytes=10**6), []
+    aggregator = delivery(fed, shard_bytes=10**6)
+    codes = []
     for _ in range(3):
         (offer, *_) = aggregator.next_requests([], 4)
         codes.append(aggregator.take(offer.message, answer(offer, limits)))

@@ -92,10 +92,8 @@ def test_silos_may_learn_on_different_paths_and_still_make_one_ensemble(tmp_path
     as_sent.load_state_dict(
         load_tensors(release.folder / expert.file.path, None, max_bytes=expert.file.bytes)
     )
-    x_B, t_B = (
-        torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
-        torch.linspace(0.1, 0.9, 8),
-    )
+    x_B = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    t_B = torch.linspace(0.1, 0.9, 8)
     with torch.inference_mode():
         answer = ensemble.experts[north](x_B, t_B)
         torch.testing.assert_close(

@@ -28,7 +28,8 @@ from tests.support.federation import POLICY, images, recipe, waive, write_policy
 from tests.support.processes import is_running
 
 SILOS = {"north": 60, "south": 40}
-PERSON, POLICED = "north", "south"
+PERSON = "north"
+POLICED = "south"
 SHARD_BYTES = 150_000
 LIMIT_S = 600.0
 PRIVATE_FILES = ("counts.safetensors", "sketch.safetensors")

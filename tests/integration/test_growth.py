@@ -12,7 +12,8 @@ from silo.config import Site
 from tests.support.federation import POLICY, images, waive, write_policy
 from tests.support.operators import SILOS, Operators, set_up_federation
 
-LATE, LATE_IMAGES = "west", 30
+LATE = "west"
+LATE_IMAGES = 30
 
 
 @pytest.fixture

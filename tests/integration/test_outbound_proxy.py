@@ -68,7 +68,8 @@ def test_each_failure_of_a_real_proxy_says_what_to_do_and_that_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tls(tmp_path / "tls", ["127.0.0.1"])
-    server, ca = TlsServer(tmp_path / "tls"), tmp_path / "tls" / "ca.pem"
+    server = TlsServer(tmp_path / "tls")
+    ca = tmp_path / "tls" / "ca.pem"
     address = f"127.0.0.1:{server.port}"
     try:
         with run_tinyproxy(tmp_path / "proxy", server.port) as proxy:

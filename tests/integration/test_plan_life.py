@@ -94,7 +94,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 
 def make_experts(training: SiloTraining, **_: Any) -> None:
     """In the place of training: an expert that follows from the images alone."""
-    plan, cohort, work, silo = training.plan, training.cohort, training.work, training.silo_id
+    plan = training.plan
+    cohort = training.cohort
+    work = training.work
+    silo = training.silo_id
     if work.record_path(silo).exists():
         return
     seed = int(cohort.digest[:6], 16)
@@ -118,11 +121,15 @@ class Both:
     """One silo and the aggregator."""
 
     def __init__(self, template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.template, self.folder = template, Path(tempfile.mkdtemp(prefix="life-"))
+        self.template = template
+        self.folder = Path(tempfile.mkdtemp(prefix="life-"))
         shutil.rmtree(self.folder)
         self.tiny = template.tiny.copy(self.folder)
-        self.site, self.federation, self.plan = self.tiny.sites[SILO], self.tiny.federation, 0
-        self.key, self.suspicious = self.tiny.key(SILO), False
+        self.site = self.tiny.sites[SILO]
+        self.federation = self.tiny.federation
+        self.plan = 0
+        self.key = self.tiny.key(SILO)
+        self.suspicious = False
         self.limits = SiteLimits(
             self.site.path, bundle_bytes=1 << 26, shard_bytes=1 << 22, submission_bytes=1 << 26
         )
@@ -159,7 +166,8 @@ class Both:
         worker = Worker(self.site, self.key, lambda state: None)
         worker.begin()
         for _ in range(most):
-            before, paid = worker.state, self.debits()
+            before = worker.state
+            paid = self.debits()
             over = before.plan_id and find_successor(self.site, before.plan_id)
             try:
                 worker.step()
@@ -209,7 +217,8 @@ class Both:
 
     def check_agreement(self) -> None:
         """Both sides' status say the same, in the words of docs/reference/plan-life.md."""
-        state, seen = present_state(self.site), self.aggregator()
+        state = present_state(self.site)
+        seen = self.aggregator()
         if seen.standing == "withdrawn" and state.state == "plan_refused":
             return  # a plan that this site never took: it has no key by which to believe the aggregator's notice
         if state.state not in ("waiting", "superseded"):
@@ -280,7 +289,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.both.state.state == "awaiting_approval")
     @rule()
     def approve(self) -> None:
-        state, site = self.both.state, self.both.site
+        state = self.both.state
+        site = self.both.site
         over = find_successor(site, state.plan_id or "")
         try:
             approve(site, str(state.submission_digest))
@@ -296,7 +306,8 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def give_up(self) -> None:
-        before, paid = self.both.state, self.both.debits()
+        before = self.both.state
+        paid = self.both.debits()
         try:
             assert withdraw_from_plan(self.both.site, self.both.key).state == "withdrawn"
         except ApprovalError:

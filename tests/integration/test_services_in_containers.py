@@ -134,7 +134,8 @@ def look_into_both_halves(operators: Operators, podman: Podman, site: Path) -> N
     operators.wait_until(
         lambda: state.exists() and b'"training"' in state.read_bytes(), "the training"
     )
-    data, secret = site.with_name("north.npz"), site.with_name("pass")
+    data = site.with_name("north.npz")
+    secret = site.with_name("pass")
     private = [data, secret, site / "private", *(site / "private").rglob("*")]
     names = [
         "north.npz",

@@ -120,8 +120,11 @@ class Stage:
     """Moves the silos and the aggregator's intake on as the files appear."""
 
     def __init__(self, journey, couriers, port):
-        self.journey, self.couriers, self.fed = journey, couriers, journey.fed
-        self.address, self.runtime = f"127.0.0.1:{port}", None
+        self.journey = journey
+        self.couriers = couriers
+        self.fed = journey.fed
+        self.address = f"127.0.0.1:{port}"
+        self.runtime = None
         self.stranger = None
         self.pool = ThreadPoolExecutor(1)
 
@@ -212,7 +215,8 @@ def journey(tmp_path_factory):
     done = Journey(tmp_path_factory.mktemp("transport"))
     make_federation(done.fed)
     port = free_port()
-    keys, couriers = {}, {}
+    keys = {}
+    couriers = {}
     for silo_id in ("north", "east"):
         keys[silo_id] = make_site(done.root / silo_id, done.fed)
         couriers[silo_id] = Courier(
@@ -249,11 +253,9 @@ def journey(tmp_path_factory):
                     limit_s=TIMEOUT_S,
                     every_s=0.2,
                 )
-            done.finished, done.info, done.east = (
-                runtime.finished,
-                runtime.info(),
-                couriers["east"].info(),
-            )
+            done.finished = runtime.finished
+            done.info = runtime.info()
+            done.east = couriers["east"].info()
             done.pids = descendants(os.getpid())
             started = time.monotonic()
         done.stop_s = time.monotonic() - started
@@ -383,7 +385,8 @@ with FlowerRuntime(Path(fed), settings, host="127.0.0.1", port=int(port), nginx=
 
 @pytest.mark.slow
 def test_plan_completes_when_the_aggregator_and_then_its_superlink_are_killed(tmp_path):
-    fed, site = tmp_path / "fed", tmp_path / "north"
+    fed = tmp_path / "fed"
+    site = tmp_path / "north"
     make_federation(fed)
     port = free_port()
     settings = run_settings({"north": make_site(site, fed)})
@@ -432,7 +435,9 @@ def stopped(folder, pattern):
 @contextmanager
 def one_silo(folder):
     """A federation of one silo, its plan delivered; yields its folders, the runtime, and what to call every second."""
-    fed, site, port = folder / "fed", folder / "north", free_port()
+    fed = folder / "fed"
+    site = folder / "north"
+    port = free_port()
     make_federation(fed)
     node_key = make_site(site, fed)
     with (
@@ -468,7 +473,8 @@ def test_plan_completes_when_a_program_lives_on_without_working(pattern, tmp_pat
         wait_until(incoming.exists, check=check)
         intake(fed, "north")
         wait_until(lambda: runtime.finished, check=check)
-        restarts, num_runs = runtime.num_restarts(), runtime.info()["num_runs"]
+        restarts = runtime.num_restarts()
+        num_runs = runtime.info()["num_runs"]
     if pattern == "runtime/superlink.py":
         assert restarts["superlink"] == 1
     else:

@@ -112,7 +112,8 @@ def test_router_counts_as_it_is_where_noise_leaves_nothing_to_fit_its_temperatur
 def test_shares_of_the_same_law_differ_by_no_more_than_the_sampling_error_and_permuted_ones_do() -> (
     None
 ):
-    share_K, num = np.array([0.5, 0.3, 0.2]), 1000
+    share_K = np.array([0.5, 0.3, 0.2])
+    num = 1000
     rng = np.random.default_rng(1)
     limit = sampling_error(share_K, num, seed=0)
     pairs = [[rng.multinomial(num, share_K) / num for _ in range(2)] for _ in range(400)]
@@ -144,7 +145,8 @@ def test_shares_within_clusters_show_nothing_where_a_control_does_not_stand_out(
 
 def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> None:
     exact = fit_exact(world, fit_public_parts(world, "pca", 0, 0, lambda message: None)).router
-    x_B, t_B = world.test[:50], torch.full((50,), 0.1)
+    x_B = world.test[:50]
+    t_B = torch.full((50,), 0.1)
     log_prior_K = world.prior_K.log()
     nothing = posterior(PriorOnly(len(world.silos)), x_B, t_B, log_prior_K)
     assert torch.allclose(nothing.double(), world.prior_K.expand(50, -1))
@@ -158,7 +160,8 @@ def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> 
 def test_network_beside_a_router_is_that_router_before_training(world: World) -> None:
     exact = fit_exact(world, fit_public_parts(world, "pca", 0, 0, lambda message: None)).router
     untrained = Bench(world, 0).beside(exact, 1, lambda message: None)
-    ours, theirs = measure(untrained, world), measure(exact, world)
+    ours = measure(untrained, world)
+    theirs = measure(exact, world)
     assert ours.loss_T == pytest.approx(theirs.loss_T, abs=0.02)
 
 

@@ -57,7 +57,8 @@ def test_published_rows_of_the_same_classifier_are_not_measured_again(
 def test_published_table_of_another_classifier_is_shown_as_it_was_and_measured_anew_where_asked_for(
     published: Path, tmp_path: Path
 ) -> None:
-    before, out = tmp_path / "before", tmp_path / "out"
+    before = tmp_path / "before"
+    out = tmp_path / "out"
     shutil.copytree(published, before)
     (before / CLASSIFIER).unlink()
     judged_by(before, "ab" * 32)

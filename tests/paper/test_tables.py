@@ -178,7 +178,8 @@ def shown(out: Path, table: int, name: str) -> dict[str, float]:
 
 
 def test_student_pays_for_its_teachers_and_costs_one_evaluation_a_step(further: Path) -> None:
-    evaluations, flops = shown(further, 5, "evaluations"), shown(further, 5, "flops")
+    evaluations = shown(further, 5, "evaluations")
+    flops = shown(further, 5, "flops")
     assert evaluations[STUDENT] == evaluations["monolith"] == 4
     # A teacher's evaluation is a third of a step's forward and backward pass; drawing comes on top.
     assert flops["student, training images"] == pytest.approx(
@@ -193,7 +194,8 @@ def test_student_pays_for_its_teachers_and_costs_one_evaluation_a_step(further: 
 
 
 def test_routers_of_a_federation_are_told_apart_by_what_they_know(further: Path) -> None:
-    loss, error = shown(further, 6, "cross_entropy"), shown(further, 6, "completion_error")
+    loss = shown(further, 6, "cross_entropy")
+    error = shown(further, 6, "completion_error")
     prior = loss["prior alone, lock(.5)"]
     assert loss["exact counts, lock(.5)"] < prior and loss["the ensemble's own, lock(.5)"] < prior
     assert loss["counts, epsilon 1, lock(.5)"] not in (
@@ -429,7 +431,8 @@ def test_parts_of_the_data_set_share_no_image(world: World) -> None:
 def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
     generator = torch.Generator().manual_seed(0)
     images_K = [torch.randn(num, 1, 2, 2, generator=generator) for num in (5, 2)]
-    x_B, t_B = torch.randn(3, 1, 2, 2, generator=generator), torch.tensor([0.3, 0.6, 1.0])
+    x_B = torch.randn(3, 1, 2, 2, generator=generator)
+    t_B = torch.tensor([0.3, 0.6, 1.0])
     found = torch.softmax(ExactRouter(images_K).log_likelihood(x_B, t_B), 1)
     for x, t, answer in zip(x_B.double(), t_B.double(), found, strict=True):
         density = torch.stack(
@@ -631,7 +634,8 @@ def test_weight_of_fedprox_is_chosen_on_validation_images_with_a_rate_for_each()
 
 def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() -> None:
     preset = preset_for("cpu", (1, 28, 28))
-    fids, judges = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}, {1: "a"}
+    fids = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}
+    judges = {1: "a"}
 
     def choice(source: Trained) -> Choice | None:
         fid = fids.get(cast(Monolith, source).updates)
@@ -642,7 +646,8 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
             else Choice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, judge=judge)
         )
 
-    plain, best = Monolith(budget=0.5), tables(preset)[4].rows[6]
+    plain = Monolith(budget=0.5)
+    best = tables(preset)[4].rows[6]
     assert best.label == "monolith, best batch, budget 0.25"
     small = settled(best, preset, choice)
     assert small and small.source == Monolith(budget=0.25, updates=4)
@@ -715,7 +720,8 @@ def test_rate_at_which_nothing_trains_is_kept_and_told_where_a_model_is_needed(
 
 def test_all_seeds_of_a_row_are_trained_at_one_rate(world: World, tmp_path: Path) -> None:
     """A published rate stays in force where this run's classifier chooses as well; cells of another rate do not."""
-    preset, judge = preset_for("cpu", world.data.shape), nobody(world)
+    preset = preset_for("cpu", world.data.shape)
+    judge = nobody(world)
     before = Choice(rate=0.5, tried={"0.5": 1.0}, steps=1, judge="another")
     lab = Lab(
         world,
@@ -740,7 +746,8 @@ def test_all_seeds_of_a_row_are_trained_at_one_rate(world: World, tmp_path: Path
 
 
 def test_labels_and_pixels_of_an_npz_are_held_to_what_they_mean(tmp_path: Path) -> None:
-    images, label_N = np.zeros((20, 4, 4), np.float32), np.arange(20) % 2
+    images = np.zeros((20, 4, 4), np.float32)
+    label_N = np.arange(20) % 2
     path = tmp_path / "a.npz"
     for changed in (
         {"labels": np.eye(2)[label_N]},

@@ -119,7 +119,8 @@ class _WitnessHandler(BaseHTTPRequestHandler):
         elif self.path == "/submit/add-checkpoint":
             status, answer = self.server.add_checkpoint(body)
         else:
-            status, answer = 404, b""
+            status = 404
+            answer = b""
         self.server.statuses.append(status)
         self.send_response(status)
         content_type = "text/x.tlog.size" if status == 409 else "text/plain"

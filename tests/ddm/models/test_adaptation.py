@@ -75,7 +75,8 @@ def test_merged_expert_answers_as_the_adapted_one_and_has_the_tensors_of_its_arc
     specs = expected_tensors(architecture, SHAPE, condition)
     expert = build_expert(architecture, SHAPE, condition=condition)
     expert.load_state_dict(load_tensors(tmp_path / "whole.safetensors", specs, max_bytes=1 << 24))
-    x, t = images(6), torch.linspace(0.1, 0.9, 6)
+    x = images(6)
+    t = torch.linspace(0.1, 0.9, 6)
     asked = (x, t) if condition.kind == "none" else (x, t, torch.randn(6, 2, 3))
     base = public_expert(9, architecture, condition)
     with torch.no_grad():
@@ -86,7 +87,8 @@ def test_merged_expert_answers_as_the_adapted_one_and_has_the_tensors_of_its_arc
 def test_lora_trains_its_factors_alone_and_the_released_update_has_their_rank(
     tmp_path: Path,
 ) -> None:
-    base, ema = weights(public_expert()), trained(tmp_path, LORA)
+    base = weights(public_expert())
+    ema = trained(tmp_path, LORA)
     for name, value in ema.items():
         if not name.endswith(("up_OR", "down_RI")):
             assert torch.equal(value, base[name.replace(".frozen.", ".")]), name
@@ -110,7 +112,8 @@ def test_lora_trains_its_factors_alone_and_the_released_update_has_their_rank(
 def test_partial_adaptation_trains_the_named_weights_and_leaves_every_other_byte(
     tmp_path: Path,
 ) -> None:
-    base, whole = weights(public_expert()), merged(trained(tmp_path, PARTIAL), PARTIAL)
+    base = weights(public_expert())
+    whole = merged(trained(tmp_path, PARTIAL), PARTIAL)
     changed = {name for name in base if not torch.equal(base[name], whole[name])}
     assert changed == {"blocks.0.up.weight", "blocks.0.up.bias", "head.bias"}
     assert whole.keys() == base.keys()

@@ -33,13 +33,15 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def test_kept_bfloat16_weights_answer_as_autocast_would_to_the_byte() -> None:
-    plain, x_t = network(), inputs()
+    plain = network()
+    x_t = inputs()
     lowered = copy.deepcopy(plain)
     call = Arithmetic("bfloat16").prepare(lowered)
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(*x_t).float()
-        found, full = call(*x_t), plain(*x_t)
+        found = call(*x_t)
+        full = plain(*x_t)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
     assert 0 < float((found - full).norm() / full.norm()) < 0.05
@@ -89,7 +91,8 @@ def test_missing_compiler_is_told_in_a_few_words(monkeypatch: pytest.MonkeyPatch
 def test_compiled_expert_answers_as_an_eager_one() -> None:
     if why := why_not_compiled(CPU):
         pytest.skip(f"torch cannot compile here: {why}")
-    plain, x_t = network(), inputs()
+    plain = network()
+    x_t = inputs()
     with torch.inference_mode():
         found = Arithmetic(compile=True).prepare(plain)(*x_t)
         torch.testing.assert_close(found, plain(*x_t), atol=1e-4, rtol=1e-4)

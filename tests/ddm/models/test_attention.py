@@ -7,7 +7,9 @@ from torch import Tensor
 
 from ddm.models.layers import attend
 
-B, A, HEAD = 3, 2, 16
+B = 3
+A = 2
+HEAD = 16
 
 
 def inputs(tokens: int, others: int, dtype: torch.dtype) -> list[Tensor]:
@@ -42,7 +44,8 @@ def test_training_in_bf16_attends_as_in_float64(
     tokens: int, others: int, masked: bool, fused: list[torch.dtype]
 ) -> None:
     mask = keep_some(tokens, others) if masked else None
-    found, exact = inputs(tokens, others, torch.bfloat16), inputs(tokens, others, torch.bfloat16)
+    found = inputs(tokens, others, torch.bfloat16)
+    exact = inputs(tokens, others, torch.bfloat16)
     out = attend(found[0], found[1], found[2], mask)
     assert fused == ([] if others <= 8 * HEAD else [torch.float32])
     wide = [each.double() for each in exact]

@@ -79,7 +79,9 @@ def texts() -> Tensor:
 def plain_dit(model: DitNetwork, image: Tensor, t: Tensor, c: Tensor | None = None) -> Tensor:
     """Equations of Peebles and Xie for one image, token by token, attention written out."""
     channels, height, width = image.shape
-    patch, rows, columns = 2, height // 2, width // 2
+    patch = 2
+    rows = height // 2
+    columns = width // 2
     tokens = []
     for row in range(rows):
         for column in range(columns):
@@ -198,7 +200,8 @@ def test_nobody_with_a_condition_is_asked_as_each_without_one() -> None:
 
 
 def test_answer_does_not_depend_on_how_a_text_is_padded() -> None:
-    model, (x, t_B) = awake(condition=TEXT), inputs()
+    model = awake(condition=TEXT)
+    (x, t_B) = inputs()
     short = texts()[:, :2]
     longer = torch.cat([short, torch.zeros(5, 2, 5).double()], dim=1)
     assert torch.allclose(model(x, t_B, short), model(x, t_B, longer), atol=1e-12)
@@ -259,14 +262,16 @@ def test_expected_tensors_are_those_of_the_built_model(architecture: Dit) -> Non
 
 def flops_by_hand(architecture: Dit, shape: tuple[int, int, int], condition: Condition) -> int:
     """Two operations per product; backward is twice forward, but has no gradient with respect to what is given."""
-    hidden, depth = architecture.hidden, architecture.depth
+    hidden = architecture.hidden
+    depth = architecture.depth
     values = shape[0] * architecture.patch**2
     tokens = shape[1] * shape[2] // architecture.patch**2
     block = tokens * (3 + 1 + 4 + 4) * hidden**2 + 2 * tokens**2 * hidden
     once = 256 * hidden + hidden**2 + (6 * depth + 2) * hidden**2 + 2 * tokens * values * hidden
     given = tokens * values * hidden + 256 * hidden
     if isinstance(condition, TextCondition):
-        words, dim = condition.max_tokens, condition.dim
+        words = condition.max_tokens
+        dim = condition.dim
         block += (2 * tokens + 2 * words) * hidden**2 + 2 * tokens * words * hidden
         once += words * (dim * hidden + hidden**2)
         given += words * dim * hidden
@@ -304,7 +309,8 @@ def test_class_conditional_sizes_differ_from_the_published_ones_by_positions_and
     None
 ):
     imagenet = ClassCondition(num_classes=1000)
-    positions, variance = 256 * 1152, 4 * 2 * 2 * (1152 + 1)
+    positions = 256 * 1152
+    variance = 4 * 2 * 2 * (1152 + 1)
     assert (
         count(Dit.published_size("XL/2"), imagenet)
         == 675_129_632 - positions - variance
@@ -407,7 +413,8 @@ def test_images_or_times_of_another_shape_are_refused() -> None:
     ids=["class", "text"],
 )
 def test_conditional_dit_learns_in_bf16(condition: Condition, c: Tensor) -> None:
-    model, (x, t_B) = awake(condition=condition).float(), inputs()
+    model = awake(condition=condition).float()
+    (x, t_B) = inputs()
     exact = model(x.float(), t_B.float(), c).detach()
     with torch.autocast("cpu", torch.bfloat16):
         rough = model(x.float(), t_B.float(), c)

@@ -12,7 +12,9 @@ from ddm.encoders.timm import import_torchvision
 from ddm.models import build_expert
 from ddm.protocol.architecture import ClassCondition, Dit
 
-DIT, SHAPE, CLASSES = Dit(patch=2, hidden=32, depth=3, heads=4), (3, 8, 8), 5
+DIT = Dit(patch=2, hidden=32, depth=3, heads=4)
+SHAPE = (3, 8, 8)
+CLASSES = 5
 
 
 def diffusers_dit() -> Any:
@@ -46,12 +48,12 @@ def diffusers_dit() -> Any:
 def ours_of(net: Any) -> nn.Module:
     """Our network with the same weights, and with diffusers' frequencies of time and order of positions."""
     ours: Any = build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=CLASSES)).eval()
-    theirs, found = dict(net.state_dict()), dict[str, Tensor]()
-    patch, hidden = DIT.patch, DIT.hidden
-    found["embed.weight"], found["embed.bias"] = (
-        theirs["pos_embed.proj.weight"].flatten(1),
-        theirs["pos_embed.proj.bias"],
-    )
+    theirs = dict(net.state_dict())
+    found = dict[str, Tensor]()
+    patch = DIT.patch
+    hidden = DIT.hidden
+    found["embed.weight"] = theirs["pos_embed.proj.weight"].flatten(1)
+    found["embed.bias"] = theirs["pos_embed.proj.bias"]
     by_channel = (
         torch.arange(patch * patch * SHAPE[0])
         .view(patch, patch, SHAPE[0])
@@ -94,7 +96,8 @@ def test_dit_answers_as_diffusers_does_with_the_same_weights() -> None:
     net = diffusers_dit()
     ours = ours_of(net)
     x_B = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0))
-    t_B, c_B = torch.tensor([0.0, 0.3, 0.71, 1.0]), torch.tensor([0, 4, 2, -1])
+    t_B = torch.tensor([0.0, 0.3, 0.71, 1.0])
+    c_B = torch.tensor([0, 4, 2, -1])
     with torch.no_grad():
         theirs = net(x_B, 1000 * t_B, torch.where(c_B < 0, CLASSES, c_B), return_dict=False)[0]
         scale = float(theirs.abs().max())
@@ -106,10 +109,8 @@ def test_dit_answers_as_diffusers_does_with_the_same_weights() -> None:
 def test_dit_has_as_many_weights_as_diffusers_but_for_the_embeddings_that_every_block_repeats() -> (
     None
 ):
-    net, ours = (
-        diffusers_dit(),
-        build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=CLASSES)),
-    )
+    net = diffusers_dit()
+    ours = build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=CLASSES))
     repeated = sum(each.numel() for each in net.transformer_blocks[0].norm1.emb.parameters()) * (
         DIT.depth - 1
     )

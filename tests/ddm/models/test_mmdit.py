@@ -129,7 +129,8 @@ def plain_mmdit(model: MmditNetwork, image: Tensor, t: Tensor, c: Tensor) -> Ten
 
 @pytest.mark.parametrize("shared_depth", [0, 1, 3])
 def test_mmdit_equals_its_definition_written_out(shared_depth: int) -> None:
-    model, (x, t_B, c) = awake(shared_depth), inputs()
+    model = awake(shared_depth)
+    (x, t_B, c) = inputs()
     with torch.no_grad():
         expected = torch.stack([plain_mmdit(model, *one) for one in zip(x, t_B, c, strict=True)])
         assert torch.allclose(model(x, t_B, c), expected, atol=1e-10)
@@ -140,7 +141,8 @@ def test_mmdit_equals_its_definition_written_out(shared_depth: int) -> None:
 
 @pytest.mark.parametrize("shared_depth", [0, 3])
 def test_padding_is_not_read_and_no_text_is_one_learned_token(shared_depth: int) -> None:
-    model, (x, t_B, c) = awake(shared_depth), inputs()
+    model = awake(shared_depth)
+    (x, t_B, c) = inputs()
     longer = torch.cat([c[:, :2], torch.zeros(5, 2, 5).double()], dim=1)
     assert torch.allclose(model(x, t_B, c[:, :2]), model(x, t_B, longer), atol=1e-12)
     assert not torch.allclose(model(x, t_B, c[:, :2]), model(x, t_B, longer + 1e-2), atol=1e-3)
@@ -150,7 +152,8 @@ def test_padding_is_not_read_and_no_text_is_one_learned_token(shared_depth: int)
 
 @pytest.mark.parametrize("shared_depth", [0, 1, 3])
 def test_every_weight_learns_and_a_fresh_model_answers_zero(shared_depth: int) -> None:
-    fresh, (x, t_B, c) = build_expert(small(shared_depth), SHAPE, condition=TEXT), inputs()
+    fresh = build_expert(small(shared_depth), SHAPE, condition=TEXT)
+    (x, t_B, c) = inputs()
     assert torch.equal(fresh(x.float(), t_B.float(), c.float()), torch.zeros(5, *SHAPE))
     model = awake(shared_depth)
     model(x, t_B, c).square().mean().backward()
@@ -162,7 +165,8 @@ def test_every_weight_learns_and_a_fresh_model_answers_zero(shared_depth: int) -
 
 
 def test_mmdit_learns_in_bf16() -> None:
-    model, (x, t_B, c) = awake(1).float(), inputs()
+    model = awake(1).float()
+    (x, t_B, c) = inputs()
     exact = model(x.float(), t_B.float(), c.float()).detach()
     with torch.autocast("cpu", torch.bfloat16):
         rough = model(x.float(), t_B.float(), c.float())
@@ -181,8 +185,12 @@ def test_mmdit_without_a_text_or_for_volumes_is_refused_and_names_what_to_take()
 
 def flops_by_hand(architecture: Mmdit) -> int:
     """Two operations per product; backward is twice forward, but has no gradient with respect to what is given."""
-    hidden, depth, words, seen = architecture.hidden, architecture.depth, 4, 6
-    both, num_joint = seen + words, depth - architecture.shared_depth
+    hidden = architecture.hidden
+    depth = architecture.depth
+    words = 4
+    seen = 6
+    both = seen + words
+    num_joint = depth - architecture.shared_depth
     products = num_joint * (both * 12 * hidden**2 + 2 * both**2 * hidden)
     products += architecture.shared_depth * (both * 12 * hidden**2 + 2 * both**2 * hidden)
     modulations = 12 * num_joint + 3 * architecture.shared_depth + 2

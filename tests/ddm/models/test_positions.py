@@ -53,7 +53,8 @@ def test_positions_of_the_same_size_are_equal_to_the_bit() -> None:
 
 
 def test_every_second_position_of_twice_the_size_is_one_that_was_trained() -> None:
-    small, large = sincos_positions(4, 4, 16), sincos_positions(8, 8, 16, (4, 4)).view(8, 8, 16)
+    small = sincos_positions(4, 4, 16)
+    large = sincos_positions(8, 8, 16, (4, 4)).view(8, 8, 16)
     assert torch.equal(large[::2, ::2].reshape(16, 16), small)
 
 

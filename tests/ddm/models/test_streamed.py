@@ -39,7 +39,8 @@ def check(
     save_tensors(path, dict(loaded.state_dict()))
     stored = stored_tensors(architecture, shape, path, 1 << 24, condition)
     streamed = StreamedExpert(architecture, shape, stored, condition)
-    x, t_B = torch.randn(5, *shape, generator=generator), torch.linspace(0, 1, 5)
+    x = torch.randn(5, *shape, generator=generator)
+    t_B = torch.linspace(0, 1, 5)
     with torch.no_grad():
         torch.testing.assert_close(streamed(x, t_B), loaded(x, t_B), rtol=1e-4, atol=1e-5)
         assert float((loaded(x, t_B) - loaded(x, t_B.flip(0))).abs().max()) > 1e-3

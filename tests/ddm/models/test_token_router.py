@@ -51,7 +51,8 @@ def test_every_weight_of_the_router_learns() -> None:
 
 
 def test_router_takes_the_conditions_that_experts_take() -> None:
-    x, t_B = torch.randn(2, 3, 4, 6).double(), torch.rand(2).double()
+    x = torch.randn(2, 3, 4, 6).double()
+    t_B = torch.rand(2).double()
     router = router_with_random_weights(condition=ClassCondition(num_classes=3))
     assert not torch.allclose(
         router(x, t_B, torch.tensor([0, 1])), router(x, t_B, torch.tensor([1, 2])), atol=1e-2
@@ -62,7 +63,8 @@ def test_router_takes_the_conditions_that_experts_take() -> None:
 
 def test_shares_of_a_condition_need_no_image_and_are_none_without_one() -> None:
     text = torch.randn(3, 2, 5).double()
-    text[2], text[0, 1] = 0, 0  # no text, and a padded one
+    text[2] = 0
+    text[0, 1] = 0  # no text, and a padded one
     for told, null, condition in (
         (torch.tensor([0, 2, -1]), torch.tensor([-1]), ClassCondition(num_classes=3)),
         (text, torch.zeros(1, 2, 5).double(), TextCondition(dim=5, max_tokens=2)),
@@ -91,5 +93,6 @@ def test_router_of_scale_b_weighs_what_the_explanation_says() -> None:
         )
     assert plain == 129_529_352
     assert reading == 159_065_872
-    text_embedding, shares = 2 * (768**2 + 768) + 768, 8 * 768 + 8
+    text_embedding = 2 * (768**2 + 768) + 768
+    shares = 8 * 768 + 8
     assert reading - plain - text_embedding - shares == 12 * (4 * 768**2 + 4 * 768)

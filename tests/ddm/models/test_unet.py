@@ -67,7 +67,8 @@ def test_fresh_unet_answers_zero_and_every_weight_of_an_awake_one_learns(
 
 
 def test_time_is_told_on_the_scale_that_monai_embeds() -> None:
-    (x, t_B), model = inputs(SHAPES[0]), awake(SHAPES[0])
+    (x, t_B) = inputs(SHAPES[0])
+    model = awake(SHAPES[0])
     with torch.no_grad():
         assert torch.equal(model(x, t_B), model.net(x, TIME_SCALE * t_B))
         # Unscaled, all times look alike: they differ far less than they should.
@@ -94,7 +95,8 @@ def test_time_is_told_on_the_scale_that_monai_embeds() -> None:
 def test_condition_changes_the_answer_and_nobody_with_one_is_asked_as_each_without(
     shape: tuple[int, ...], condition: Condition, c: Tensor, nobody: Tensor
 ) -> None:
-    (x, t_B), model = inputs(shape), awake(shape, condition)
+    (x, t_B) = inputs(shape)
+    model = awake(shape, condition)
     with torch.no_grad():
         answers = [model(x, t_B, each) for each in (c, c.roll(1, 0), nobody)]
         torch.testing.assert_close(model(x, t_B), answers[2])
@@ -105,7 +107,8 @@ def test_condition_changes_the_answer_and_nobody_with_one_is_asked_as_each_witho
 
 
 def test_what_a_text_means_does_not_depend_on_how_it_is_padded() -> None:
-    (x, t_B), model = inputs(SHAPES[0]), awake(SHAPES[0], TEXT)
+    (x, t_B) = inputs(SHAPES[0])
+    model = awake(SHAPES[0], TEXT)
     c = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(2))
     longer = torch.cat([c, torch.zeros(3, 2, 5)], dim=1)
     with torch.no_grad():
@@ -129,11 +132,13 @@ def test_weights_are_known_before_the_model_is_built(
 
 @pytest.mark.parametrize("dims", [2, 3])
 def test_size_of_a_unet_of_one_level_is_the_one_counted_by_hand(dims: int) -> None:
-    width, kernel = 8, 3**dims
+    width = 8
+    kernel = 3**dims
     one = Unet(
         channels=(width,), attention=(False,), num_res_blocks=1, head_channels=8, norm_groups=4
     )
-    time, linear = 4 * width, width**2 + width
+    time = 4 * width
+    linear = width**2 + width
 
     def block(inner: int) -> int:
         """Two normalisations, two convolutions, the time, and a way around where the width changes."""
@@ -154,7 +159,8 @@ def test_size_of_a_unet_of_one_level_is_the_one_counted_by_hand(dims: int) -> No
 def test_training_flops_equal_those_of_a_real_batch(
     shape: tuple[int, ...], condition: Condition
 ) -> None:
-    (x, t_B), model = inputs(shape), awake(shape, condition)
+    (x, t_B) = inputs(shape)
+    model = awake(shape, condition)
     c = {
         "none": (),
         "class": (torch.zeros(3, dtype=torch.int64),),
@@ -172,9 +178,11 @@ def test_unet_learns_to_denoise_one_sample(shape: tuple[int, ...]) -> None:
     model = build_expert(SMALL, shape, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
-    x_0, losses = torch.linspace(-1, 1, 8).expand(shape), []
+    x_0 = torch.linspace(-1, 1, 8).expand(shape)
+    losses = []
     for _ in range(60):
-        eps, t_B = torch.randn(8, *shape, generator=generator), torch.rand(8, generator=generator)
+        eps = torch.randn(8, *shape, generator=generator)
+        t_B = torch.rand(8, generator=generator)
         t = t_B.view(-1, *[1] * len(shape))
         loss = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square().mean()
         optimizer.zero_grad()

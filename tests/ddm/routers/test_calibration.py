@@ -196,7 +196,8 @@ def test_weights_are_the_silos_shares_spread_over_the_images_of_a_group(
 def test_temperature_and_training_prior_are_taken_off(
     counts: CountsRouter, world: RouterProblem
 ) -> None:
-    x, at = world.silos[0][:50], torch.full((50,), 0.3)
+    x = world.silos[0][:50]
+    at = torch.full((50,), 0.3)
     rho = torch.tensor([0.9, 0.1])
 
     class Biased:
@@ -245,7 +246,8 @@ def test_calibrated_router_answers_for_sketches_as_for_images(
         answer is not None
         and Calibrated(OverconfidentRouter(counts, 1.0), 1.0, [1, 1], PATH).on_sketches(2) is None
     )
-    x, at = world.silos[0][:20], torch.full((20,), 0.4)
+    x = world.silos[0][:20]
+    at = torch.full((20,), 0.4)
     torch.testing.assert_close(
         answer(counts.sketch.of(x, at, PATH), at), router.log_likelihood(x, at)
     )

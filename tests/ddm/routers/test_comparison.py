@@ -65,7 +65,8 @@ def _public(
     prior: Sequence[float] | None = None,
 ) -> PublicData:
     evidence = Evidence(noisy, world.num_units, 2.0, layout or one_expert_per_silo(2))
-    images, group = world.public[:NUM_PUBLIC], world.public_group[:NUM_PUBLIC]
+    images = world.public[:NUM_PUBLIC]
+    group = world.public_group[:NUM_PUBLIC]
     return PublicData(images, group, evidence, prior or [2 / 3, 1 / 3], PATH, seed=0)
 
 
@@ -81,10 +82,8 @@ def _compare(
 def test_public_comparison_finds_the_silos_own_cross_entropy(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
     found = _compare(world, counts, _silent(counts), noisy)
-    x, label = (
-        torch.cat(world.silos),
-        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
-    )
+    x = torch.cat(world.silos)
+    label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     for public, silo in zip(
         found.bands, cross_entropy(counts, x, label, world.num_units), strict=True
     ):
@@ -234,7 +233,8 @@ def test_public_comparison_refuses_releases_of_another_number_of_experts(
 
 def test_bootstrap_of_exact_counts_is_the_limit_of_that_of_noised_ones() -> None:
     """Two ways to the same numbers: exact counts leave the images to resample, noise next to none hardly more."""
-    size, group_N = torch.arange(10, 22), torch.arange(60) * 7 % 12
+    size = torch.arange(10, 22)
+    group_N = torch.arange(60) * 7 % 12
     layout = Layout.of(
         SiloPartition(min_images=1),
         [[ExpertPart(f"{k}", None, tuple(range(12)))] for k in range(12)],

@@ -66,7 +66,8 @@ def test_conditional_prior_is_who_holds_the_class(sketch: Sketch) -> None:
 
 def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> None:
     prior = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
-    off, off_at_their_word = [], []
+    off = []
+    off_at_their_word = []
     for seed in range(20):
         noisy = _noised(1.0, seed)
         found = ConditionalPrior.from_counts(sketch, noisy, NUM_UNITS, 1.0, one_expert_per_silo(2))
@@ -115,7 +116,8 @@ def test_router_given_a_class_tells_experts_apart_by_where_the_class_lies_in_the
     found = ConditionalPrior.from_counts(
         sketch, _noised(2.0), NUM_UNITS, 2.0, one_expert_per_silo(2)
     )
-    path, t = LinearPath(), 0.4
+    path = LinearPath()
+    t = 0.4
     x_t = torch.randn(
         3, sketch.mean_D.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )

@@ -39,10 +39,8 @@ def world() -> RouterProblem:
 
 
 def test_cross_entropy_of_a_flat_router_is_the_entropy_of_the_prior(world: RouterProblem) -> None:
-    x, label = (
-        torch.cat(world.silos),
-        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
-    )
+    x = torch.cat(world.silos)
+    label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     for prior in ([600, 300], [0.5, 0.5], [0.9, 0.1]):
         p = np.array(prior) / sum(prior)
         for band in cross_entropy(Flat(), x, label, prior):
@@ -89,7 +87,8 @@ def _draw(num: int) -> tuple[Tensor, Tensor]:
 
 def _joint(t: float) -> np.ndarray:
     """Prior times density of both experts on a grid, summing to 1."""
-    grid, std = np.linspace(-7, 7, 4001), math.sqrt(0.25 * (1 - t) ** 2 + t**2)
+    grid = np.linspace(-7, 7, 4001)
+    std = math.sqrt(0.25 * (1 - t) ** 2 + t**2)
     density = np.stack([np.exp(-0.5 * ((grid - (1 - t) * m) / std) ** 2) for m in (-1, 1)])
     return np.array(PRIOR)[:, None] * density / density.sum(1, keepdims=True)
 

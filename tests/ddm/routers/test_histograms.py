@@ -27,8 +27,12 @@ def test_expected_counts_sum_to_the_public_number_and_are_positive() -> None:
 
 def test_expected_counts_match_bayes_by_enumeration(monkeypatch) -> None:
     monkeypatch.setattr("ddm.routers.histograms._CONCENTRATIONS", np.array([8.0]))
-    noisy, weight, num, epsilon = np.array([9, -1, 4]), np.array([0.5, 0.2, 0.3]), 12, 0.8
-    means, deviations = [], []
+    noisy = np.array([9, -1, 4])
+    weight = np.array([0.5, 0.2, 0.3])
+    num = 12
+    epsilon = 0.8
+    means = []
+    deviations = []
     for y, w in zip(noisy, weight, strict=True):
         rate = np.linspace(0, 1, 200_001)[1:-1]
         density = rate ** (8 * w - 1) * (1 - rate) ** (8 * (1 - w) - 1)
@@ -51,7 +55,9 @@ def test_expected_counts_describe_a_small_silo_better_than_clipping() -> None:
     rng = np.random.default_rng(0)
     weight = rng.dirichlet(np.full(32, 5.0))
 
-    ours, clipped, noise = 0.0, 0.0, SeededNoise(0)
+    ours = 0.0
+    clipped = 0.0
+    noise = SeededNoise(0)
     for _ in range(40):
         true = rng.multinomial(130, rng.dirichlet(0.7 * 32 * weight))
         noisy = true + discrete_laplace(32, 1.0, noise)
@@ -76,7 +82,10 @@ def test_like_groups_tell_what_noise_hides_and_change_little_where_they_do_not_a
     alike: bool,
 ) -> None:
     weight, mean, share = _world(alike=alike)
-    rng, noise, plain, ours = np.random.default_rng(2), SeededNoise(0), 0.0, 0.0
+    rng = np.random.default_rng(2)
+    noise = SeededNoise(0)
+    plain = 0.0
+    ours = 0.0
     for _ in range(20):
         true = rng.multinomial(400, share)
         noisy = true + discrete_laplace(60, 0.5, noise)

@@ -26,8 +26,10 @@ from tests.support.router_problems import (
 )
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
-HONEST, BOLD = 300, 10**9
-NO_CAP, CAP = 1.0, 0.5
+HONEST = 300
+BOLD = 10**9
+NO_CAP = 1.0
+CAP = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +107,8 @@ def test_network_still_tells_two_silos_apart_when_a_third_claims_a_billion_units
     public, group = _two_lobes(1200, seed=0)
     sketch = Sketch.fit(public, group, 2, 2)
     shares = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]])
-    mixture, lessons = (
-        CountsRouter(sketch, shares.log(), PATH),
-        PublicSketches.of(public, group, sketch, PATH),
-    )
+    mixture = CountsRouter(sketch, shares.log(), PATH)
+    lessons = PublicSketches.of(public, group, sketch, PATH)
 
     def odds(claim: int, cap: float) -> Tensor:
         """What the network adds to the log odds of the first two silos at public images, t = 0.1."""
@@ -117,7 +117,8 @@ def test_network_still_tells_two_silos_apart_when_a_third_claims_a_billion_units
         added = residual(lessons.s_NR, torch.full((len(lessons.s_NR),), 0.1))
         return added[:, 0] - added[:, 1]
 
-    honest, bold = odds(HONEST, CAP), odds(BOLD, CAP)
+    honest = odds(HONEST, CAP)
+    bold = odds(BOLD, CAP)
     size = float(honest.abs().mean())
     assert size > 0.3
     assert float((bold - honest).abs().mean()) < 0.2 * size

@@ -35,7 +35,8 @@ def test_image_is_of_an_expert_with_the_probability_of_bayes_rule_under_equal_pr
 
 
 def test_images_are_drawn_as_often_as_they_weigh_so_that_every_expert_has_an_equal_share() -> None:
-    images, num = labelled(), 40_000
+    images = labelled()
+    num = 40_000
     rows = images.draw(num, torch.Generator().manual_seed(0))
     for cell, share in enumerate((0.4, 0.15, 0.45)):
         found = float((images.cell_N[rows] == cell).double().mean())
@@ -90,7 +91,8 @@ def test_shares_of_classes_and_groups_are_those_of_the_counts_within_what_an_exp
 
 
 def test_shares_of_silos_and_groups_are_those_of_the_images_that_are_said_to_be_of_a_silo() -> None:
-    silo_N, group_N = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 3, 2, 2])
+    silo_N = torch.tensor([0, 0, 0, 1, 1])
+    group_N = torch.tensor([0, 1, 3, 2, 2])
     found = silo_shares(silo_N, group_N, 4, one_expert_per_silo(2)).view(2, 2, 4)
     assert found[0].tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]), [0, 0, 0, 0]]
     assert found[1].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]]

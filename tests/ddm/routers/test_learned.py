@@ -54,7 +54,8 @@ def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(
     found = refit_shares(counts, released, T_R).log_mass_KG.exp().numpy()
     at = torch.full((400,), T_R, dtype=torch.float64)
     density = counts.group_log_density(released[0].double(), at).exp().numpy()
-    shape, rate = (0.25 / 0.2) ** 2, 0.25 / 0.2**2
+    shape = (0.25 / 0.2) ** 2
+    rate = 0.25 / 0.2**2
 
     def loss(mass: np.ndarray) -> float:
         return float(-np.log(density @ mass).sum() - (shape * np.log(mass) - rate * mass).sum())
@@ -89,10 +90,8 @@ def test_refitted_shares_stay_with_counts_that_are_certain(world: RouterProblem)
 def test_refitted_router_is_better_for_every_t_when_counts_were_noisy(world: RouterProblem) -> None:
     counts = _vague(world)
     learned = refit_shares(counts, list(world.released(counts.sketch, 0.3).values()), 0.3)
-    x, label = (
-        torch.cat(world.silos),
-        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
-    )
+    x = torch.cat(world.silos)
+    label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     before, after = (
         cross_entropy(router, x, label, world.num_units) for router in (counts, learned)
     )
@@ -173,10 +172,8 @@ def test_learned_router_beats_counts_where_these_were_noisy_and_says_what_change
     learned = fit_learned(
         counts, SiloSketches(released, world.num_units, 0.3), _lessons(world, counts), SETTINGS, 0
     )
-    x, label = (
-        torch.cat(world.silos),
-        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
-    )
+    x = torch.cat(world.silos)
+    label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     before, after = (
         cross_entropy(router, x, label, world.num_units) for router in (counts, learned)
     )
@@ -225,10 +222,8 @@ def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: RouterProblem) 
     assert learned.mixture.sketch.rank == 8 and learned.head(RANK).sketch.rank == RANK
     truth = (world.histogram() / torch.tensor(world.num_units)[:, None]).double()
     assert float((learned.mixture.log_mass_KG.exp() - truth).abs().max()) < 0.04
-    x, label = (
-        torch.cat(world.silos),
-        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
-    )
+    x = torch.cat(world.silos)
+    label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     # In the middle of t: near the data both know every sample's silo.
     wide, narrow = (
         cross_entropy(router, x, label, world.num_units)[2]
@@ -245,7 +240,8 @@ def test_experts_of_a_silo_together_are_the_silo(world: RouterProblem) -> None:
     split = loud.split(layout)
     assert split.num_experts == 4
     _, share = layout.split(loud.mixture.log_mass_KG.exp())
-    x, at = torch.cat(world.silos)[:40], torch.full((40,), 0.8)
+    x = torch.cat(world.silos)[:40]
+    at = torch.full((40,), 0.8)
     joint = split.log_likelihood(x, at).double() + share.log()
     together = torch.stack([joint[:, :2].logsumexp(1), joint[:, 2:].logsumexp(1)], 1)
     torch.testing.assert_close(together, loud.log_likelihood(x, at).double(), atol=1e-4, rtol=1e-5)

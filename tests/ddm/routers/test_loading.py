@@ -26,7 +26,9 @@ from tests.support.documents import plan_document
 from tests.support.errors import has_subject
 from tests.support.router_problems import GROUPS, PATH, clustered_layout, make_problem
 
-RANK, RELEASED, T_R = 6, 3, 0.7
+RANK = 6
+RELEASED = 3
+T_R = 0.7
 WORLD = make_problem([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
 SKETCH = Sketch.fit(WORLD.public, WORLD.public_group, RANK, GROUPS, released_rank=RELEASED)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -118,7 +120,8 @@ def test_router_of_every_family_answers_after_its_file_as_before(
     experts = _experts(["east", "east", "north", "north"])
     loaded = load_router(published, tmp_path, plan=_plan(kind), sketch=SKETCH, experts=experts)
     assert isinstance(loaded, Router) and loaded.num_experts == 4
-    x, prior = torch.cat(WORLD.silos), torch.full((4,), 0.25)
+    x = torch.cat(WORLD.silos)
+    prior = torch.full((4,), 0.25)
     for t in (0.1, 0.85, 1.0):
         at = torch.full((len(x),), t)
         expected = posterior(router, x, at, prior.log())
@@ -129,12 +132,14 @@ def test_router_of_every_family_answers_after_its_file_as_before(
 
 
 def test_temperature_and_training_prior_of_the_manifest_are_applied(tmp_path) -> None:
-    counts, experts = _counts(), _experts(["east", "north"])
+    counts = _counts()
+    experts = _experts(["east", "north"])
     published = _publish(
         tmp_path, "counts", counts.tensors(), 2, temperature=2.5, training_prior=(0.8, 0.2)
     )
     loaded = load_router(published, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=experts)
-    x, at = torch.cat(WORLD.silos), torch.full((100,), 0.4)
+    x = torch.cat(WORLD.silos)
+    at = torch.full((100,), 0.4)
     expected = Calibrated(counts, 2.5, [0.8, 0.2], PATH).log_likelihood(x, at)
     torch.testing.assert_close(loaded.log_likelihood(x, at), expected, atol=1e-4, rtol=0)
     assert float((loaded.log_likelihood(x, at) - counts.log_likelihood(x, at)).abs().max()) > 0.1

@@ -23,9 +23,11 @@ from tests.support.errors import has_subject
 from tests.support.router_problems import GROUPS, PATH, clustered_layout, make_problem
 
 WORLD = make_problem([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
-SKETCH, LAYOUT = WORLD.sketch(), clustered_layout()
+SKETCH = WORLD.sketch()
+LAYOUT = clustered_layout()
 PRIOR = [0.4, 0.2, 0.1, 0.3]
-CLASSES, TEXTS = ClassCondition(num_classes=3), TextCondition(dim=2, max_tokens=3)
+CLASSES = ClassCondition(num_classes=3)
+TEXTS = TextCondition(dim=2, max_tokens=3)
 TEXT_BLD = torch.randn(6, 2, 2, generator=torch.Generator().manual_seed(1))
 
 
@@ -94,7 +96,8 @@ def test_posterior_under_a_condition_is_likelihood_times_the_shares_that_the_cal
     name: str, condition: Condition
 ) -> None:
     opened = ensemble(name, condition)
-    (x, at), shares = noised(), [0.1, 0.5, 0.2, 0.2]
+    (x, at) = noised()
+    shares = [0.1, 0.5, 0.2, 0.2]
     several = (
         torch.tensor([0, 1, 2, 0, 1, 2]) if isinstance(condition, ClassCondition) else TEXT_BLD
     )
@@ -121,7 +124,8 @@ def test_posterior_under_a_condition_is_likelihood_times_the_shares_that_the_cal
 def test_without_declared_shares_only_a_router_that_learned_them_answers(
     name: str, condition: Condition
 ) -> None:
-    opened, (x, at) = ensemble(name, condition), noised()
+    opened = ensemble(name, condition)
+    (x, at) = noised()
     one = 1 if isinstance(condition, ClassCondition) else TEXT_BLD[0]
     if name != "knowing samples":
         with pytest.raises(MathError, check=has_subject("condition_prior")):
@@ -136,7 +140,8 @@ def test_without_declared_shares_only_a_router_that_learned_them_answers(
 
 
 def test_class_counts_state_the_shares_of_a_class_whatever_the_family() -> None:
-    (x, at), class_N = noised(), torch.tensor([0, 1, 2, 0, 1, 2])
+    (x, at) = noised()
+    class_N = torch.tensor([0, 1, 2, 0, 1, 2])
     cells = torch.randint(1, 9, (2, 3, GROUPS), generator=torch.Generator().manual_seed(3))
     conditional = ConditionalPrior.from_counts(
         SKETCH, cells, cells.sum((1, 2)).tolist(), EXACT, LAYOUT

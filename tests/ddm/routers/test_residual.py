@@ -31,7 +31,8 @@ def _two_lobes(num: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def _lobes_log_likelihood(x_0: Tensor, t: float) -> Tensor:
     """The closed form: each silo is a mixture of three normals along the first direction."""
-    alpha, sigma = 1 - t, t
+    alpha = 1 - t
+    sigma = t
     std = math.hypot(alpha * SPREAD, sigma)
     normal = torch.distributions.Normal(alpha * torch.tensor([-LOBE, 0.0, LOBE]), std)
     density = normal.log_prob(x_0[:, None]).exp()
@@ -77,10 +78,8 @@ def test_residual_stays_silent_where_the_mixture_is_the_truth() -> None:
     )
     lessons = PublicSketches.of(world.public, world.public_group, sketch, PATH)
     residual = fit_residual(mixture, lessons, PRIOR, SETTINGS, seed=0)
-    s_BR, t_B = (
-        torch.randn(64, 16, generator=torch.Generator().manual_seed(0)),
-        torch.full((64,), 0.3),
-    )
+    s_BR = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    t_B = torch.full((64,), 0.3)
     assert not residual.is_nonzero
     assert not bool(residual(s_BR, t_B).any())
 

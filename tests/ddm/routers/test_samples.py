@@ -78,7 +78,8 @@ def test_trained_router_comes_close_to_the_exact_one(
 ) -> None:
     x = mixture.draw(4000, seed=5)
     label = mixture.silo_of(x)
-    x, prior = x.float().view(-1, *SHAPE), mixture.prior_K
+    x = x.float().view(-1, *SHAPE)
+    prior = mixture.prior_K
     exact, ours, nothing = (
         cross_entropy(candidate, x, label, prior)
         for candidate in (AsImages(mixture), router, UninformedRouter(4))
@@ -106,7 +107,8 @@ def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(
 
 
 def test_training_is_the_same_for_the_same_seed_and_reports_progress(drawn: Tensor) -> None:
-    few, seen = SETTINGS.model_copy(update={"num_steps": 20}), []
+    few = SETTINGS.model_copy(update={"num_steps": 20})
+    seen = []
     one, two, other = (
         fit_samples(Labelled.drawn(drawn), few, PATH, s, lambda step, *_: seen.append(step))
         for s in (3, 3, 4)
@@ -123,7 +125,9 @@ def test_router_trained_in_bf16_is_as_good_and_auto_follows_the_machine(
     mixture: GaussianMixture, drawn: Tensor, router: SamplesRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = mixture.draw(2000, seed=5)
-    label, x, prior = mixture.silo_of(x), x.float().view(-1, *SHAPE), mixture.prior_K
+    label = mixture.silo_of(x)
+    x = x.float().view(-1, *SHAPE)
+    prior = mixture.prior_K
 
     def trained(precision: str, num_steps: int = 250) -> SamplesRouter:
         changes = {"precision": precision, "num_steps": num_steps}

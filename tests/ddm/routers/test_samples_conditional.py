@@ -82,10 +82,8 @@ def test_posterior_given_a_condition_comes_close_to_bayes_rule(
     x, _, class_N = draw(400, 1)
     log_prior_K = torch.tensor(PRIOR, dtype=torch.float64).log()
     for t in (0.1, 0.4, 0.7, 1.0):
-        x_t, at = (
-            (1 - t) * x + t * torch.randn(x.shape, generator=torch.Generator().manual_seed(2)),
-            torch.full((400,), t),
-        )
+        x_t = (1 - t) * x + t * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+        at = torch.full((400,), t)
         joint = log_joint(x_t, t)
         rows = torch.arange(400)
         exact = (joint[rows, :, class_N] + log_prior_K).softmax(1)
@@ -102,7 +100,8 @@ def test_at_pure_noise_the_posterior_is_the_experts_share_of_the_condition(
 ) -> None:
     condition, router = trained
     ensemble = Ensemble([lambda x, t, c: x] * 2, router, PRIOR, SHAPE, condition=condition)
-    x, at = torch.randn(5, *SHAPE), torch.ones(5)
+    x = torch.randn(5, *SHAPE)
+    at = torch.ones(5)
     for label in (0, 1):
         one = label if isinstance(condition, ClassCondition) else TEXTS[label]
         share_K = torch.tensor(PRIOR).double() * SHARE_KC[:, label]
@@ -154,7 +153,8 @@ def test_temperature_divides_the_likelihood_and_not_the_shares(
     hot = Calibrated(router, 3.0, [1, 1], router.path)
     assert isinstance(hot, ConditionalRouter) and hot.knows_shares
     x, _, class_N = draw(8, 4)
-    c_B, at = told(class_N, condition), torch.full((8,), 0.3)
+    c_B = told(class_N, condition)
+    at = torch.full((8,), 0.3)
     torch.testing.assert_close(hot.log_shares(c_B), router.log_shares(c_B))
     odds, cooled = (each.given(c_B).log_likelihood(x, at).diff(dim=1) for each in (router, hot))
     torch.testing.assert_close((1 + 2 * 0.7**2) * cooled, odds)

@@ -12,7 +12,8 @@ from ddm.routers.sketch import Sketch, sketch_specs
 from tests.support.case import case
 from tests.support.errors import has_subject
 
-RANK, GROUPS = 4, 3
+RANK = 4
+GROUPS = 3
 
 
 def _public(num: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +68,10 @@ def test_scale_leaves_under_one_percent_of_public_images_outside(sketch: Sketch)
 
 
 def test_renoised_sketches_follow_the_law_of_the_later_level(sketch: Sketch) -> None:
-    path, t_r, t, num = LinearPath(), 0.4, 0.7, 200_000
+    path = LinearPath()
+    t_r = 0.4
+    t = 0.7
+    num = 200_000
     generator = torch.Generator().manual_seed(2)
     s_0 = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64)
     noise = torch.randn(num, RANK, generator=generator, dtype=torch.float64)

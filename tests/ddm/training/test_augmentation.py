@@ -14,7 +14,8 @@ def change(x: Tensor, **fields: object) -> Tensor:
 
 
 def test_nothing_is_drawn_where_the_recipe_asks_for_nothing() -> None:
-    random, x = np.random.default_rng(0), torch.rand(4, 1, 6, 6)
+    random = np.random.default_rng(0)
+    x = torch.rand(4, 1, 6, 6)
     assert augmented(x, training(), random) is x
     assert random.random() == np.random.default_rng(0).random()
 

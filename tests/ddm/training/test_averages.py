@@ -33,7 +33,8 @@ def test_exponents_of_the_published_widths(width: float, published: float) -> No
 @pytest.mark.parametrize("width", [0.01, 0.05, 0.1, 0.25])
 def test_average_of_a_width_has_that_width(width: float) -> None:
     num = 20_000
-    left, weights = 1.0, np.empty(num)
+    left = 1.0
+    weights = np.empty(num)
     for n in range(num, 0, -1):  # the weight of step n after all later ones
         weights[n - 1] = left * power_weight(exponent_of(width), n)
         left *= 1 - power_weight(exponent_of(width), n)
@@ -58,7 +59,8 @@ def test_recipe_has_exactly_one_average() -> None:
 
 def averages_of(exponent: float) -> np.ndarray:  # type: ignore[type-arg]
     """Return the running average after every step."""
-    found, average = [], 0.0
+    found = []
+    average = 0.0
     for n, value in enumerate(np.cumsum(VALUES), start=1):
         average += power_weight(exponent, n) * (value - average)
         found.append(average)

@@ -145,7 +145,8 @@ def test_expert_in_bf16_is_near_that_in_float32_and_kept_in_float32(
             folder, settings(precision=precision), model=make_network(kind), labels=make_texts(kind)
         )().ema
 
-    half, full = run(tmp_path / "half", "bf16"), run(tmp_path / "full", "fp32")
+    half = run(tmp_path / "half", "bf16")
+    full = run(tmp_path / "full", "fp32")
     assert all(value.dtype == torch.float32 for value in half.values())
     assert 0 < apart(half, full) < apart(dict(make_network(kind).state_dict()), full)
 

@@ -236,7 +236,8 @@ def stored(path: Path, num: int, seed: int) -> FileArray:
 def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
     folder = JobFolder(tmp_path / "job")
     folder.path.mkdir()
-    one, two = stored(tmp_path / "1.npy", 5, 1), stored(tmp_path / "2.npy", 4, 2)
+    one = stored(tmp_path / "1.npy", 5, 1)
+    two = stored(tmp_path / "2.npy", 4, 2)
     lying: Images = StoredImages(JoinedArrays((one, two)), as_floats, (1, 4, 4))
     chosen = torch.tensor([0, 3, 4, 5, 8])
     texts = torch.zeros(5, 3, 2)
@@ -368,7 +369,8 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
     trial = SmallJob(tmp_path, settings)
     trial.folder.path.mkdir()
     write_document(launch(), trial.folder.launch)
-    run, seen = trial.folder.run("one"), threading.Event()
+    run = trial.folder.run("one")
+    seen = threading.Event()
 
     def job() -> None:
         for count in range(1, 4):
@@ -442,7 +444,8 @@ def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_note
 def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> None:
     """Slurm may begin late what was given up long ago; the start in force is another."""
     trial = SmallJob(tmp_path, task=small_task(num_steps=1_000_000, checkpoint_steps=1_000_000))
-    stop, codes = threading.Event(), list[int]()
+    stop = threading.Event()
+    codes = list[int]()
     trial.folder.path.mkdir()
     write_job(trial.task, trial.folder, trial.settings)
     write_document(launch(launch_id="late"), trial.folder.launch)

@@ -59,7 +59,8 @@ def test_error_about_the_progress_ends_all_processes(tmp_path: Path) -> None:
 
 def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_path: Path) -> None:
     trial = SmallJob(tmp_path, TWO, small_task(**LONG))
-    seen, done = list[int](), threading.Event()
+    seen = list[int]()
+    done = threading.Event()
 
     def signal_while_they_start() -> None:
         while not done.wait(0.02):
@@ -170,7 +171,8 @@ def test_torchrun_is_a_launcher_and_starts_again_by_itself_what_dies(tmp_path: P
     settings = TrainingSettings(device="cpu", processes=2, launcher=launcher)  # type: ignore[arg-type]
     whole = SmallJob(tmp_path / "whole", TWO, small_task(num_steps=400))
     whole()
-    trial, killed = SmallJob(tmp_path / "killed", settings, small_task(num_steps=400)), list[int]()
+    trial = SmallJob(tmp_path / "killed", settings, small_task(num_steps=400))
+    killed = list[int]()
 
     def kill(progress: Progress) -> None:
         victims = [pid for pid in descendants(os.getpid()) if _rank(pid) == "1"]

@@ -183,7 +183,10 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[
     history: list[dict[str, Tensor]] = []
     for n in range(12):
         batch = draw_batch(Examples(images()), recipe, n, UniformT())
-        x_0, eps, t_B, t = batch.x_0, batch.eps, batch.t_B, batch.t_B[:, None, None, None]
+        x_0 = batch.x_0
+        eps = batch.eps
+        t_B = batch.t_B
+        t = batch.t_B[:, None, None, None]
         squares = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square()
         # sigmoid(-1 - log snr) of eps, whose error is 1 - t of the velocity's
         if recipe.loss_weighting == "sigmoid":
@@ -223,7 +226,8 @@ def test_average_of_another_width_is_found_after_an_interrupted_run(tmp_path: Pa
     assert same_bytes(found.ema, Run(tmp_path / "whole", recipe)().ema)
     for width in (0.1, 0.08):  # the average changes nothing about the training itself
         other = Run(tmp_path / f"{width}", settings(num_steps=40, ema_decay=None, ema_width=width))
-        expected, last = flat(other().ema), flat(other.model.state_dict())
+        expected = flat(other().ema)
+        last = flat(other.model.state_dict())
         afterwards = flat(average_of_width(tmp_path, recipe, width, found.ema))
         assert (afterwards - expected).norm() < 0.05 * (expected - last).norm()
     with pytest.raises(MathError, check=has_subject("ema_snapshots")):
@@ -239,7 +243,8 @@ def test_running_average_is_the_exact_decayed_mean_and_a_constant_weight_is_not(
     decay: float,
 ) -> None:
     values = np.random.default_rng(0).normal(size=50)
-    running, constant = 123.0, 123.0
+    running = 123.0
+    constant = 123.0
     for n, value in enumerate(values, start=1):
         running += averaging_weight(decay, n) * (value - running)
         constant += (1 - decay) * (value - constant)
@@ -366,7 +371,9 @@ class Breaking(nn.Module):
     def __init__(self, after: int, *, gradient_only: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.calls, self.after, self.gradient_only = 0, after, gradient_only
+        self.calls = 0
+        self.after = after
+        self.gradient_only = gradient_only
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         self.calls += 1

@@ -110,7 +110,8 @@ def labelled(num_classes: int) -> Examples:
 
 
 def test_conditions_belong_to_their_images_and_are_hidden_as_often_as_asked() -> None:
-    recipe, hidden = settings(batch_size=64), 0
+    recipe = settings(batch_size=64)
+    hidden = 0
     for n in range(50):
         batch = draw_batch(labelled(5), recipe, n, UniformT())
         assert batch.condition is not None
@@ -118,7 +119,8 @@ def test_conditions_belong_to_their_images_and_are_hidden_as_often_as_asked() ->
         assert torch.equal(batch.x_0[:, 0, 0, 0][shown], batch.condition[shown].float())
         assert set(batch.condition[~shown].tolist()) <= {-1}
         hidden += int((~shown).sum())
-    expected, deviation = 50 * 64 * 0.25, (50 * 64 * 0.25 * 0.75) ** 0.5
+    expected = 50 * 64 * 0.25
+    deviation = (50 * 64 * 0.25 * 0.75) ** 0.5
     assert abs(hidden - expected) < 4 * deviation
 
 
@@ -181,8 +183,10 @@ def test_masked_network_sees_the_kept_tokens_alone_and_all_of_them_as_the_whole_
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    x, t = images(5), torch.linspace(0.1, 0.9, 5)
-    every, some = torch.arange(4).expand(5, -1), torch.tensor([[0, 3]]).expand(5, -1)
+    x = images(5)
+    t = torch.linspace(0.1, 0.9, 5)
+    every = torch.arange(4).expand(5, -1)
+    some = torch.tensor([[0, 3]]).expand(5, -1)
     hidden = x.clone()
     hidden[:, :, :2, 2:] = 7.0  # the second token
     with torch.no_grad():
@@ -204,7 +208,8 @@ def test_last_steps_leave_nothing_out_and_the_operations_counted_are_fewer(tmp_p
         for n in (0, 23, 24, 29)
     ]
     assert [part is None for part in kept] == [False, False, True, True]
-    masked, whole = Run(tmp_path / "masked", recipe)(), Run(tmp_path / "whole")()
+    masked = Run(tmp_path / "masked", recipe)()
+    whole = Run(tmp_path / "whole")()
     assert masked.flops < 0.8 * whole.flops
     assert not same_bytes(masked.ema, whole.ema)
 

@@ -84,12 +84,14 @@ def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object)
 
 def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
     """The secret is fixed, so in no run or in all; the bounds are those of a chance of one in a million."""
-    source, num_steps = private(), 4000
+    source = private()
+    num_steps = 4000
     entered = np.stack(
         [np.bincount(source.sampled(step), minlength=14) for step in range(num_steps)]
     )
     assert entered.max() == 1
-    rate, mean = 4 / 14, entered.mean(0)
+    rate = 4 / 14
+    mean = entered.mean(0)
     assert np.abs(mean - rate).max() < 5.5 * np.sqrt(rate * (1 - rate) / num_steps)
     sizes = entered.sum(1)
     assert sizes.var() == pytest.approx(14 * rate * (1 - rate), rel=0.15), (
@@ -103,7 +105,8 @@ def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
 
 
 def test_noise_has_the_standard_deviation_that_was_paid_for_and_covers_the_rounding() -> None:
-    num, std = 300_000, 3.0 * sensitivity(1000)
+    num = 300_000
+    std = 3.0 * sensitivity(1000)
     blocks = list(noise_of(num, std, SeededNoise(1)))
     assert [start for start, _ in blocks] == [0]
     noise = blocks[0][1].double()
@@ -191,7 +194,8 @@ def train_until_killed(folder: str) -> None:
 def test_training_that_was_killed_ends_in_the_same_bytes_with_no_second_draw(
     tmp_path: Path,
 ) -> None:
-    whole, killed = trial(tmp_path / "whole"), trial(tmp_path / "killed")
+    whole = trial(tmp_path / "whole")
+    killed = trial(tmp_path / "killed")
     whole()
     code = "import sys; from tests.ddm.training.test_private import train_until_killed; train_until_killed(sys.argv[1])"
     child = subprocess.Popen(
@@ -218,7 +222,8 @@ def test_two_processes_share_the_units_and_add_the_noise_once(tmp_path: Path) ->
     """The sum of the grid is exact, so only the gradients' own rounding differs; noise added twice would show."""
     from safetensors.torch import load_file
 
-    alone, together = trial(tmp_path / "alone"), trial(tmp_path / "together")
+    alone = trial(tmp_path / "alone")
+    together = trial(tmp_path / "together")
     together.settings = TrainingSettings(device="cpu", processes=2)
     noisier = trial(tmp_path / "noisier", noise=PAID.noise_multiplier * 2**0.5)
     for run in (alone, together, noisier):
@@ -263,7 +268,8 @@ class Patients:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, lora: bool) -> None:
-        self.monkeypatch, self.lora = monkeypatch, lora
+        self.monkeypatch = monkeypatch
+        self.lora = lora
         self.images = [
             torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(unit))
             for unit in range(9)
@@ -284,7 +290,8 @@ class Patients:
             spread = 10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1
             weight.data = torch.randn(weight.shape, generator=random) * spread
         state = TrainingState(model, training(), training_process(Engine(device="cpu")), 1)
-        source, sums = private(unit_N=unit_N), []
+        source = private(unit_N=unit_N)
+        sums = []
 
         def seen(*given: object) -> dict[str, Tensor]:
             found = clipped(*given)  # type: ignore[arg-type]
@@ -303,13 +310,15 @@ def test_replaced_added_or_removed_unit_moves_the_sum_of_the_others_by_nothing_a
     monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     """To the bit, where weights amplify rounding: the noise is for one unit's gradient, not for the others' as well."""
-    patients, everyone = Patients(monkeypatch, lora=lora), list(range(9))
+    patients = Patients(monkeypatch, lora=lora)
+    everyone = list(range(9))
     alone = torch.stack([patients.total([unit]) for unit in everyone])
     assert (alone.norm(dim=1) > 0.9 * STEPS_PER_CLIP).all(), "all are clipped"
     for own in (0, 4):
         others = patients.total([unit for unit in everyone if unit != own])
         assert torch.equal(others, alone.sum(0) - alone[own])
-        first, longer = patients.images[own][:1], patients.images[own][:2]
+        first = patients.images[own][:1]
+        longer = patients.images[own][:2]
         for name, changed in {
             "one": first,
             "two": longer,

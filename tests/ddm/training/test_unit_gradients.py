@@ -65,7 +65,8 @@ def expert_of(name: str, adaptation: Adaptation) -> nn.Module:
 
 def unit_of(name: str, samples: int = 3) -> UnitSamples:
     """What a unit learns from in a step."""
-    random, (_, condition) = torch.Generator().manual_seed(2), EXPERTS[name]
+    random = torch.Generator().manual_seed(2)
+    (_, condition) = EXPERTS[name]
     given = None
     if isinstance(condition, ClassCondition):
         given = torch.randint(-1, 3, (samples,), generator=random)
@@ -102,7 +103,8 @@ def test_gradient_of_a_unit_is_the_mean_over_its_samples(name: str) -> None:
     if name == "dit":
         adaptations.append(PartialAdaptation(trained=("blocks",)))
     for adaptation in adaptations:
-        model, unit = expert_of(name, adaptation), unit_of(name)
+        model = expert_of(name, adaptation)
+        unit = unit_of(name)
         found, _ = unit_gradient(
             UnitLoss(model, training(), TrainingObjective(PATH)), trained(model), unit
         )
@@ -112,7 +114,8 @@ def test_gradient_of_a_unit_is_the_mean_over_its_samples(name: str) -> None:
 
 
 def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
-    model, unit = expert_of("mmdit", LORA), unit_of("mmdit")
+    model = expert_of("mmdit", LORA)
+    unit = unit_of("mmdit")
     loss = UnitLoss(model, training(), TrainingObjective(PATH))
     found = []
     for shift in (0, 1, 3):
@@ -128,7 +131,8 @@ def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
 
 
 def test_bfloat16_leaves_gradients_of_float32() -> None:
-    model, unit = expert_of("dit", LORA), unit_of("dit")
+    model = expert_of("dit", LORA)
+    unit = unit_of("dit")
     exact, _ = unit_gradient(
         UnitLoss(model, training(), TrainingObjective(PATH)), trained(model), unit
     )
@@ -180,11 +184,11 @@ def test_gradient_that_is_not_finite_counts_as_none() -> None:
 def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_without_clipping_by_more() -> (
     None
 ):
-    model, unit, clip = expert_of("dit", LORA), unit_of("dit"), 0.01
-    loss, num = (
-        UnitLoss(model, training(), TrainingObjective(PATH)),
-        sum(each.numel() for each in trained(model).values()),
-    )
+    model = expert_of("dit", LORA)
+    unit = unit_of("dit")
+    clip = 0.01
+    loss = UnitLoss(model, training(), TrainingObjective(PATH))
+    num = sum(each.numel() for each in trained(model).values())
 
     def gradients() -> tuple[Tensor, Tensor]:
         gradient, _ = unit_gradient(loss, trained(model), unit)
