@@ -321,7 +321,7 @@ MISTAKES = {
         lambda w: ["silo", "withdraw", w.north, *w.secret],
         3,
         "Add --yes",
-        after=lambda w: ["silo", "approve", w.north, "--digest", w.digest],
+        repeated_command=lambda w: ["silo", "approve", w.north, "--digest", w.digest],
     ),
     "reviewing too late": Mistake(
         lambda w: ["silo", "review", w.south],
