@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -572,11 +572,13 @@ def test_every_test_that_the_page_on_trust_names_exists() -> None:
 
 
 def test_each_row_of_the_threat_model_names_a_test_that_exists() -> None:
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in THREATS.read_text("utf-8").splitlines()
-        if line.startswith("| ")
-    ][2:]
+    lines = THREATS.read_text("utf-8").splitlines()
+    rows = []
+    for line, next_line in pairwise(lines):
+        # The rule below a table's head, and the head.
+        is_head = line.startswith("| ---") or next_line.startswith("| ---")
+        if line.startswith("| ") and not is_head:
+            rows.append(line.strip("| ").split(" | "))
     assert rows
     for row in rows:
         with case(row[2]):

@@ -31,7 +31,7 @@ def train(
     """Train an island's expert, or those of all islands; run again to continue where it stopped."""
     from ddm.islands.assemble import missing_islands
     from ddm.islands.folder import Islands
-    from ddm.islands.train import check_number, is_first_process
+    from ddm.islands.train import check_number
     from ddm.training.config import TrainingSettings
 
     islands = Islands(folder)
@@ -42,9 +42,6 @@ def train(
         busy_islands: set[int] = set()
     else:
         busy_islands = _train_all(islands, missing_islands(islands), settings)
-    # Under torchrun every process runs this command, and one of them speaks for all.
-    if not is_first_process():
-        return
 
     num_islands = len(islands.split.islands)
     missing = missing_islands(islands)
@@ -95,9 +92,6 @@ def _train(
             on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
             should_stop=stop.is_set,
         )
-    # Under torchrun only the first process has the record.
-    if record is None:
-        return
     seconds = record.training.seconds
     line = (
         f"Island {number}: {record.steps} steps in {human_seconds(seconds)}, "

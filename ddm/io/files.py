@@ -25,14 +25,21 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEW_FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, overwrite: bool = True) -> None:
+def write_atomic(
+    path: Path,
+    data: bytes,
+    *,
+    mode: int = 0o644,
+    overwrite: bool = True,
+    is_durable: bool = True,
+) -> None:
     """Write `data` in one piece; see `replacing`.
 
     Raises:
         FileExistsError: `path` exists, and `overwrite` is false.
         OSError: the disk is full or the folder is not writable; the old file is untouched.
     """
-    with replacing(path, mode=mode, overwrite=overwrite) as handle:
+    with replacing(path, mode=mode, overwrite=overwrite, is_durable=is_durable) as handle:
         handle.write(data)
 
 
@@ -55,7 +62,9 @@ def write_for_group(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Iterator[BinaryIO]:
+def replacing(
+    path: Path, *, mode: int = 0o644, overwrite: bool = True, is_durable: bool = True
+) -> Iterator[BinaryIO]:
     """Yield a file to write and to read that becomes `path` when the block ends without an error.
 
     After a crash `path` is either the old file or the new one, whole and durable.
@@ -64,6 +73,7 @@ def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Itera
         path: where to; missing folders are made.
         mode: its permissions, from the first byte on.
         overwrite: whether it may take the place of another file.
+        is_durable: whether it must survive a crash of the machine, which costs a write to the disk.
 
     Raises:
         FileExistsError: `path` exists, and `overwrite` is false.
@@ -79,15 +89,17 @@ def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Itera
         with name_full_disk(path), os.fdopen(descriptor, "w+b") as handle:
             yield handle
             handle.flush()
-            # Before the rename, or a crash could leave the name on a file without its bytes.
-            os.fsync(handle.fileno())
+            if is_durable:
+                # Before the rename, or a crash could leave the name on a file without its bytes.
+                os.fsync(handle.fileno())
         if overwrite:
             part.replace(path)
         else:
             os.link(part, path)  # unlike a rename, fails where a file exists already
     finally:
         part.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if is_durable:
+        sync_folder(path.parent)
 
 
 @contextmanager
@@ -171,9 +183,9 @@ def link_or_copy(source: Path, destination: Path) -> None:
     try:
         os.link(source, destination)
     except OSError:
-        shutil.copyfile(source, destination)
-        with destination.open("rb") as handle:
-            os.fsync(handle.fileno())
+        # A copy takes the place of whatever has the name, and never follows a link there.
+        with source.open("rb") as reader, replacing(destination) as writer:
+            shutil.copyfileobj(reader, writer)
 
 
 def require_file(path: Path, what: str, remedy: str | None = None) -> Path:

@@ -40,7 +40,7 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
     if not wait:
         operation |= fcntl.LOCK_NB
     # flock belongs to the open file, which a child must not inherit: it would keep the lock after we end.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, operation)
         yield

@@ -1,6 +1,5 @@
 """Trains islands, each alone and resumable to the byte; no two processes ever train the same one."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -19,7 +18,6 @@ from ddm.training.job import discard_job
 from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert, public_base
-from ddm.training.process import train_here
 
 
 def check_number(islands: Islands, number: int) -> None:
@@ -34,12 +32,6 @@ def check_number(islands: Islands, number: int) -> None:
         raise SetupError("--island", expected=f"0 to {last}", got=str(number), remedy=remedy)
 
 
-def is_first_process() -> bool:
-    """Whether this is the only process, or the first of those that torchrun has started."""
-    # torchrun sets RANK in each process that it starts.
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def train_island(
     islands: Islands,
     number: int,
@@ -47,7 +39,7 @@ def train_island(
     *,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-) -> TrainedIsland | None:
+) -> TrainedIsland:
     """Train one island from its last checkpoint on, and write its expert; return its record, also if it was there.
 
     Args:
@@ -56,9 +48,6 @@ def train_island(
         settings: how this machine trains.
         on_progress: called every few steps.
         should_stop: called before every step.
-
-    Returns:
-        The record; None in a process of torchrun that is not the first.
 
     Raises:
         SetupError: no such island, or see `ddm.training.loop.train`.
@@ -72,27 +61,24 @@ def train_island(
         # The record is written last, so that an interrupted training goes on from its checkpoint.
         if not folder.is_trained:
             _train(islands, number, settings, on_progress, should_stop)
-        if not is_first_process():
-            return None
         discard_job(folder.job)
         return islands.trained(number)
 
 
 @contextmanager
 def _lock_island(folder: IslandFolder, number: int) -> Iterator[None]:
-    """Lock an island for this process, or for the processes that torchrun has started, of which the first locks it."""
+    """Lock an island for this process."""
+    check_writable([folder.path])
     with ExitStack() as stack:
-        if is_first_process():
-            check_writable([folder.path])
-            try:
-                stack.enter_context(locked(folder.path, "training"))
-            except BusyError as error:
-                raise BusyError(
-                    f"island {number}",
-                    expected="no other process that trains it",
-                    got="one that does",
-                    remedy="Wait for it, or train another island: each takes its own process or job.",
-                ) from error
+        try:
+            stack.enter_context(locked(folder.path, "training"))
+        except BusyError as error:
+            raise BusyError(
+                f"island {number}",
+                expected="no other process that trains it",
+                got="one that does",
+                remedy="Wait for it, or train another island: each takes its own process or job.",
+            ) from error
         yield
 
 
@@ -115,11 +101,6 @@ def _train(
     expert = PlannedExpert(plan, island_id, number, base, settings.engine)
     # The digest of the row numbers names the data, so that no checkpoint of other images is continued.
     task = TrainingTask(expert, inputs, sha256_file(folder.rows), files)
-    # Under torchrun every process runs this; only the first one goes on to write the expert.
-    if "RANK" in os.environ:
-        train_here(folder.job, expert, inputs, task.data, on_progress, should_stop)
-        if not is_first_process():
-            return
     result = train_job(
         task,
         folder.job,

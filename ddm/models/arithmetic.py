@@ -6,23 +6,19 @@ The answers are to the byte those of autocast over float32 weights, which would 
 """
 
 # Shape legend: B batch, ... all data dimensions.
-import atexit
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from tempfile import mkdtemp
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ddm.errors import SetupError
+from ddm.system.compiling import use_own_compiler_folder
 
 DtypeName = Literal["float32", "tf32", "bfloat16", "float16"]
 
 _LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_COMPILER_FILES = "TORCHINDUCTOR_CACHE_DIR"
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -76,6 +72,7 @@ class Arithmetic:
                     module.to(lower)
         call: Callable[..., Tensor] = network
         if self.compile:
+            use_own_compiler_folder()
             call = torch.compile(network, dynamic=True)
         if lower is not None:
             call = _AutocastNetwork(call, lower)
@@ -97,11 +94,9 @@ class _AutocastNetwork:
 def why_not_compiled(device: torch.device) -> str | None:
     """Return in a few words why torch cannot compile for a device here; None where it can.
 
-    A small network is compiled to see, in a folder of this process's own: a killed process leaves unreadable files.
+    A small network is compiled to see.
     """
-    if _COMPILER_FILES not in os.environ:
-        os.environ[_COMPILER_FILES] = mkdtemp(prefix="archipelago-compiled-")
-        atexit.register(shutil.rmtree, os.environ[_COMPILER_FILES], ignore_errors=True)
+    use_own_compiler_folder()
     small = nn.Sequential(nn.Linear(4, 4), nn.GELU()).to(device)
     try:
         with torch.inference_mode():

@@ -59,7 +59,8 @@ class RotatingLog:
         self._open()
 
     def _open(self) -> None:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self._path, flags, 0o600)
         self._num_bytes = os.fstat(self._fd).st_size
 
     def _rotate(self) -> None:

@@ -1,4 +1,4 @@
-"""Which user is at the other end of a TCP connection within this machine, as the kernel lists it; Linux only.
+"""Who is at the other end of a TCP connection, as the kernel lists connections and their users; Linux only.
 
 A connection within a machine has two rows in the kernel's table, one for each end, with local and remote address
 exchanged. A row names its user only while a process has the socket open: a closed one is listed as root's, whoever
@@ -7,6 +7,8 @@ had it, so such a row names nobody.
 
 import ipaddress
 import struct
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,11 @@ _TABLE_OF_IPV6 = Path("/proc/self/net/tcp6")
 # As the kernel writes them.
 _LISTENING = "0A"
 _NO_INODE = "0"
+# An IPv4 address in a socket of IPv6, which the other end may hold in one of IPv4.
+_MAPPED_IPV4 = "0000000000000000FFFF0000"
+
+Connection = tuple[str, str]
+"""Local and remote address of an open connection, as the kernel writes them; the other end's are exchanged."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,38 @@ def _parse(row: list[str]) -> TcpSocket:
         inode=inode,
         user=None if inode == _NO_INODE else int(row[7]),
     )
+
+
+def own_connections() -> frozenset[Connection]:
+    """Return this process's open TCP connections; none where the system does not list them.
+
+    Raises:
+        OSError: there is no such table.
+    """
+    if sys.platform != "linux":
+        return frozenset()
+    # The table before the descriptors: a socket that is opened in between is in neither.
+    sockets = tcp_sockets()
+    inodes = _own_inodes()
+    connections = set()
+    for socket in sockets:
+        if socket.inode in inodes and not socket.listening:
+            local = socket.local.removeprefix(_MAPPED_IPV4)
+            remote = socket.remote.removeprefix(_MAPPED_IPV4)
+            connections.add((local, remote))
+    return frozenset(connections)
+
+
+def _own_inodes() -> set[str]:
+    """Return the inodes of this process's sockets."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # It may have been closed since.
+        with suppress(FileNotFoundError):
+            link = str(descriptor.readlink())
+            if link.startswith("socket:["):
+                inodes.add(link.removeprefix("socket:[").removesuffix("]"))
+    return inodes
 
 
 def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:

@@ -38,6 +38,8 @@ from ddm.system.guard import PARENT_VARIABLE
 from ddm.system.process_table import descendants, start_ticks
 from ddm.system.signals import blocked
 
+# Where a program works that is to find nothing of anybody's by a relative path.
+NEUTRAL_FOLDER = Path("/")
 _LOG_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.05
 # For the kernel to take down what was killed, which may hold a GPU.
@@ -261,7 +263,8 @@ class DetachedProgram:
             cwd: its working folder.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with os.fdopen(_open_no_link(log_path, flags), "ab") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -302,10 +305,16 @@ class DetachedProgram:
 
 def file_tail(path: Path, max_bytes: int = 4096) -> str:
     """The end of a log; nothing where there is none."""
-    with suppress(OSError), path.open("rb") as stream:
-        stream.seek(max(path.stat().st_size - max_bytes, 0))
+    with suppress(OSError), os.fdopen(_open_no_link(path, os.O_RDONLY), "rb") as stream:
+        num_bytes = os.fstat(stream.fileno()).st_size
+        stream.seek(max(num_bytes - max_bytes, 0))
         return stream.read(max_bytes).decode("utf-8", errors="replace")
     return ""
+
+
+def _open_no_link(path: Path, flags: int) -> int:
+    # Non-blocking, or a named pipe would make the open wait for ever.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def terminate_all(children: Iterable[Child]) -> None:

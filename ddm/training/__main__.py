@@ -1,4 +1,4 @@
-"""`python -m ddm.training FOLDER`: one process of a job, as `torchrun`, `srun` or a silo's worker starts it."""
+"""`python -P -m ddm.training FOLDER`: one process of a job, as `srun` or a silo's worker starts it."""
 
 import argparse
 import os
@@ -23,6 +23,12 @@ def main() -> int:
         "--launch", help="the start that it belongs to: {launch} in training.launcher"
     )
     options = parser.parse_args()
+    if not sys.flags.safe_path:
+        # A module that lies in the working folder would run in the place of one of Python's or ours. Those that are
+        # imported by now may have, so this is for the operator to correct, before somebody puts one there.
+        parser.error(
+            "expected Python to search no working folder for modules: python -P -m ddm.training"
+        )
     end_with_parent()
     # Before torch is imported, which takes seconds.
     with stop_on_first_signal() as stop:

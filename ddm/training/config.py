@@ -18,6 +18,16 @@ PLACEHOLDERS = ("folder", "launch", "processes", "python")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]*)\}")
 # Signs that would mean something to a shell; whoever writes them expects one to read the command.
 _OF_A_SHELL = re.compile(r"[|;&<>`$\n]")
+# By torchrun's agents, also those that `accelerate launch` starts.
+_TORCHRUN = re.compile(
+    r"(?:^|[\s/])torchrun(?:\s|$)"
+    r"|\btorch\.distributed\.(?:run|launch)\b"
+    r"|\baccelerate(?:\.commands\.|\s+)launch\b"
+)
+TORCHRUN_REMEDY = (
+    "On one machine, leave training.launcher out and set training.processes in silo.toml, or use ddm train "
+    "--processes N; on several machines, let srun, mpirun or Kubernetes start the processes."
+)
 Word = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
 
@@ -95,6 +105,11 @@ class TrainingSettings(Engine):
             raise ValueError(f"{{{unknown[0]}}} is none of {known}")
         if "folder" not in used:
             raise ValueError("the command must name the job's folder: {folder}")
+        if _TORCHRUN.search(" ".join(value)):
+            # See `ddm.training.group`, which refuses one that a script hides.
+            raise ValueError(
+                "torchrun runs the commands of whoever reaches its ports. " + TORCHRUN_REMEDY
+            )
         return value
 
     @model_validator(mode="after")

@@ -1,17 +1,12 @@
 """Divides a batch among processes and combines their gradients; a single process needs neither.
 
-A process that `ddm.training.local`, torchrun or `accelerate launch` started finds the others through accelerate:
-device, process group, DDP, accumulation. Mixed precision is the loop's own in both cases; see
-docs/adr/0014-one-process-trains-without-accelerate.md.
+A process that has joined the others (`ddm.training.group`) takes device, DDP and accumulation from accelerate. Mixed
+precision is the loop's own in both cases; see docs/adr/0014-one-process-trains-without-accelerate.md.
 """
 
-import atexit
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from tempfile import mkdtemp
 from typing import Protocol
 
 import torch
@@ -19,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddm.errors import SetupError
+from ddm.system.compiling import use_own_compiler_folder
 from ddm.system.devices import device_named
 from ddm.training.config import Engine
 
 Call = Callable[..., Tensor]
-_COMPILER_FILES = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class TrainingProcess(Protocol):
@@ -60,14 +55,15 @@ def training_process(engine: Engine) -> TrainingProcess:
     """
     # Raises where the device is not there, before anything is started on it.
     device_named(engine.device, setting="training.device")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    # Not by what the environment says: accelerate would then join a group at an address that is named there.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return DistributedProcess(engine)
     if num_processes(engine) > 1:
         raise SetupError(
             "training.processes",
             expected=f"{num_processes(engine)} processes",
             got="1 process",
-            remedy="Start them with ddm.training.local or torchrun.",
+            remedy="Train by ddm train --processes N, or by a silo's worker with training.processes.",
         )
     return SingleProcess(engine)
 
@@ -177,11 +173,8 @@ def _saving_memory(model: nn.Module, engine: Engine) -> nn.Module:
 
 
 def _compiled(call: Call, engine: Engine) -> Call:
-    """With `compile`, compile in a folder of this process's own: a killed process leaves unreadable files there."""
     if not engine.compile:
         return call
-    if _COMPILER_FILES not in os.environ:
-        os.environ[_COMPILER_FILES] = mkdtemp(prefix="archipelago-compiled-")
-        atexit.register(shutil.rmtree, os.environ[_COMPILER_FILES], ignore_errors=True)
+    use_own_compiler_folder()
     compiled: Call = torch.compile(call)
     return compiled

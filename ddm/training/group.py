@@ -1,23 +1,28 @@
 """How the processes of one training find each other, whoever started them, and whether they talk with nobody else.
 
-torchrun, Kubernetes' operators and `ddm.training.local` say in the environment which process this is; srun and mpirun
-use variables of their own. Where no meeting point is named (`MASTER_ADDR`), it is a file in the job's folder, which all
-of them see, so that nothing listens for it.
+`ddm.training.local`, Kubernetes' operators and others say in the environment which process this is; srun and mpirun use
+variables of their own. The processes meet in a file in the job's folder, which all of them see and nobody else can
+open, so nothing listens for it. They take no meeting point from the environment: torch's store at an address
+(`MASTER_ADDR`) listens on all addresses, and whoever reaches it says where each process connects to.
 
-Processes that train together do not authenticate each other: another user of the machine who is quick can connect in
-the place of one of them, to read weights or to change them. On one machine the kernel knows whose each connection is.
+torchrun is refused. Its agents unpickle what they read from such a store, so whoever reaches it runs commands there.
+
+Processes that train together do not authenticate each other: who is quick can connect in the place of one of them, to
+read weights or to change them. So each writes into the file which connections it has, and trains once every other end
+of its own is one of another process's.
 """
 
+import json
 import os
-import sys
+import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from ddm.errors import SetupError, TrustError
-from ddm.system.peers import tcp_sockets
+from ddm.system.peers import Connection, own_connections
+from ddm.training.config import TORCHRUN_REMEDY
 from ddm.training.job import process_name
 
 # How long one waits for another's part, who may be writing a checkpoint of 50 GB or compiling.
@@ -31,6 +36,11 @@ _VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 _ATTEMPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+# Set by torchrun's agent in each process that it starts.
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+# The meeting points of another training, in whose shell a command was typed perhaps. With the last one, NCCL takes
+# connections from whoever knows a constant, and otherwise from whoever knows a random number of this training.
+_MEETING_POINTS = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID")
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,29 @@ class Member:
         return process_name(self.rank, self.num)
 
 
+def refuse_torchrun(environment: Mapping[str, str]) -> None:
+    """Refuse to train in a process that torchrun, or `accelerate launch`, has started.
+
+    Raises:
+        TrustError: it is one.
+    """
+    if _OF_TORCHRUN in environment:
+        raise TrustError(
+            "torchrun",
+            expected="a launcher that takes no commands from whoever reaches its ports",
+            got="an agent of torchrun, which unpickles what is sent to its store",
+            remedy=TORCHRUN_REMEDY,
+        )
+
+
 def member_of(environment: Mapping[str, str]) -> Member:
     """Return which process this is, as the environment says; the only one where it says nothing.
 
     Raises:
         SetupError: the variables contradict each other.
+        TrustError: torchrun has started it.
     """
+    refuse_torchrun(environment)
     for rank_name, num_name, local_name in _VARIABLES:
         if rank_name in environment and num_name in environment:
             return _member(environment, rank_name, num_name, local_name)
@@ -84,7 +111,7 @@ def _member(
             f"{rank_name} and {num_name}",
             expected="the number of this process, from 0, and how many there are",
             got="other values in the environment",
-            remedy="Start the processes with torchrun or srun, which set both.",
+            remedy="Start the processes with srun or mpirun, or set both.",
         )
     name, value = _ON_ONE_NODE
     on_one_machine = (
@@ -96,24 +123,27 @@ def _member(
     return Member(rank, num, local_rank, on_one_machine, attempt)
 
 
-def torch_environment(member: Member, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that accelerate and torch read, named as torchrun names them."""
+def enter_group_environment(member: Member) -> None:
+    """Set the variables that accelerate and torch read, and remove those that would lead to another training."""
     import torch
 
+    for name in _MEETING_POINTS:
+        os.environ.pop(name, None)
     local_rank = member.local_rank
     if torch.cuda.is_available():
         # A scheduler may show each process its own GPU alone, which then is the first that it sees.
         local_rank %= torch.cuda.device_count()
-    variables = {
+    os.environ |= {
         "RANK": str(member.rank),
         "WORLD_SIZE": str(member.num),
         "LOCAL_RANK": str(local_rank),
-        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
-    }
-    if "MASTER_ADDR" not in environment:
         # Otherwise accelerate asks for the meeting point of processes on several machines, which have met already.
-        variables["LOCAL_WORLD_SIZE"] = str(member.num)
-    return variables
+        "LOCAL_WORLD_SIZE": str(member.num),
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    if member.on_one_machine:
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
 def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> None:
@@ -121,43 +151,34 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
 
     Args:
         member: this process.
-        folder: of this start of the job, where its processes meet unless the environment names a place.
+        folder: of this start of the job, where its processes meet; nobody else may write in it.
         patience_s: how long each waits for another.
 
     Raises:
         SetupError: the others are not there.
-        TrustError: a process of another user took part.
+        TrustError: somebody else is connected with this process.
     """
     from torch import distributed
-    from torch.distributed.rendezvous import rendezvous
 
     patience = timedelta(seconds=patience_s)
+    earlier_connections = own_connections()
     try:
-        if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-            tcp_store, rank, num = next(rendezvous("env://", timeout=patience))
-            tcp_store.set_timeout(patience)
-            # torchrun keeps its store when it starts processes again: without a prefix of its own, a process may read
-            # where one of the dead ones listened, and wait for it.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            distributed.init_process_group(
-                store=distributed.PrefixStore(f"attempt-{attempt}", tcp_store),  # type: ignore[attr-defined]
-                rank=rank,
-                world_size=num,
-                timeout=patience,
-            )
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            # As a store, because of a file's URL torch makes another path where that has a space or an umlaut.
-            path = str(folder / f"rendezvous{member.attempt}")
-            store = distributed.FileStore(path, member.num)  # type: ignore[attr-defined]
-            store.set_timeout(patience)
-            # Without a backend named, torch takes gloo for tensors on the CPU and NCCL for those on a GPU.
-            distributed.init_process_group(
-                store=store, rank=member.rank, world_size=member.num, timeout=patience
-            )
-            # Whose a connection is shows once it has been accepted, which torch waits for at one of its ends alone.
-            store.set(f"met/{member.rank}", "")
-            store.wait([f"met/{rank}" for rank in range(member.num)])
+        folder.mkdir(parents=True, exist_ok=True)
+        # As a store, because of a file's URL torch makes another path where that has a space or an umlaut.
+        path = str(folder / f"rendezvous{member.attempt}")
+        store = distributed.FileStore(path, member.num)  # type: ignore[attr-defined]
+        store.set_timeout(patience)
+        # Without a backend named, torch takes gloo for tensors on the CPU and NCCL for those on a GPU.
+        distributed.init_process_group(
+            store=store, rank=member.rank, world_size=member.num, timeout=patience
+        )
+        # Now all of gloo's connections are there. NCCL's come with the first tensor on a GPU, and only from who knows
+        # the random number that the file holds.
+        connections = own_connections() - earlier_connections
+        store.set(f"connections/{member.rank}", _encode(connections))
+        keys = [f"connections/{rank}" for rank in range(member.num)]
+        store.wait(keys)
+        of_all = [_decode(store.get(key)) for key in keys]
     except RuntimeError as error:
         raise SetupError(
             member.name,
@@ -166,43 +187,32 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
             remedy="On one machine, check that `ip address show lo` is up with 127.0.0.1, and that a service's rules "
             "allow AF_INET; on several, name the network between them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         ) from error
-    # After the group has met, since only then all connections are there to be looked at.
-    if member.on_one_machine and "MASTER_ADDR" not in os.environ and has_foreign_peers():
+    if has_stranger(connections, of_all):
         raise TrustError(
             member.name,
-            expected="connections with its own user's processes alone",
-            got="a connection with a process of another user",
-            remedy="Find out who connects to the ports of others on this machine; training.processes = 1 opens none.",
+            expected="connections with the other processes of this training alone",
+            got="a connection whose other end is none of theirs",
+            remedy="Find out who connects to the ports of others on this machine or network; training.processes = 1 "
+            "opens none. Between machines whose addresses are translated, processes cannot train together.",
         )
 
 
-def has_foreign_peers() -> bool:
-    """Whether a TCP connection of this process is with anybody but a process of its own user on this machine.
+def has_stranger(connections: frozenset[Connection], of_all: list[frozenset[Connection]]) -> bool:
+    """Whether a connection has another end that no process of the training has.
 
-    An end that the kernel does not list counts as foreign, and so does one whose process has yet to accept the
-    connection, or has closed it. Only Linux lists them; elsewhere the answer is no.
+    Args:
+        connections: of this process.
+        of_all: of each process, as it wrote.
     """
-    if sys.platform != "linux":
-        return False
-    sockets = tcp_sockets()
-    user_of_ends = {(socket.local, socket.remote): socket.user for socket in sockets}
-    own_inodes = _socket_inodes()
-    for socket in sockets:
-        if socket.inode not in own_inodes or socket.listening:
-            continue
-        # The other end of a connection within this machine is a row with the two addresses exchanged.
-        if user_of_ends.get((socket.remote, socket.local)) != os.getuid():
-            return True
-    return False
+    known_ends = frozenset().union(*of_all)
+    return any((remote, local) not in known_ends for local, remote in connections)
 
 
-def _socket_inodes() -> set[str]:
-    """Return the inodes of this process's sockets."""
-    inodes = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        # It may have been closed since.
-        with suppress(FileNotFoundError):
-            link = str(descriptor.readlink())
-            if link.startswith("socket:["):
-                inodes.add(link.removeprefix("socket:[").removesuffix("]"))
-    return inodes
+def _encode(connections: frozenset[Connection]) -> str:
+    """Return connections as the text that a process writes for the others."""
+    return json.dumps(sorted(connections))
+
+
+def _decode(text: bytes) -> frozenset[Connection]:
+    """Return the connections that another process wrote."""
+    return frozenset((str(local), str(remote)) for local, remote in json.loads(text))

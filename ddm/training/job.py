@@ -256,6 +256,11 @@ class RunFolder:
         """What the command that started the processes printed, and processes of this machine."""
         return self.path / "command.log"
 
+    def request_stop(self) -> None:
+        """Let the processes write a checkpoint and end, wherever they run."""
+        # A file that takes the place of whatever has the name: `touch` would follow a link.
+        write_atomic(self.stop, b"")
+
     def failure(self, rank: int) -> Path:
         """See `ProcessFailure`."""
         return self.path / f"failure-{rank}.json"
@@ -387,11 +392,7 @@ def write_document(document: Document, path: Path) -> None:
 
 def write_transient(document: Document, path: Path) -> None:
     """Write a document in one piece that will soon be written again, and so need not survive a crash of the machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed, so that a reader sees the old or the new one whole; not synced, which would cost a disk write each time.
-    part = path.with_name(f".{path.name}.new")
-    part.write_bytes(document.encode())
-    part.replace(path)
+    write_atomic(path, document.encode(), is_durable=False)
 
 
 def read_document(kind: type[DocumentT], path: Path) -> DocumentT | None:

@@ -19,6 +19,7 @@ import torch
 from ddm.errors import ArchipelagoError, DocumentError, TensorFileError
 from ddm.images.rows import Images
 from ddm.io.files import link_or_copy, move_into_place, write_atomic
+from ddm.io.own_folder import make_own_folder, make_own_path
 from ddm.io.tensors import check_file, stored_bytes
 from ddm.io.untrusted import open_regular
 from ddm.models import MAX_WEIGHT, expected_tensors
@@ -26,6 +27,7 @@ from ddm.privacy.secret_stream import make_secret
 from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings
 from ddm.training.distributed import num_processes
+from ddm.training.group import refuse_torchrun
 from ddm.training.inputs import write_inputs
 from ddm.training.job import (
     JobFolder,
@@ -97,10 +99,18 @@ def train_job(
 
     Raises:
         KeyboardInterrupt: `should_stop` returned true.
+        TrustError: torchrun has started this process, or other users could put something into the folder.
         ArchipelagoError: what training raised; a `SetupError` where its processes die or do not start, a
             `DigestError`, `TensorFileError` or `DocumentError` where what they left is not an expert of the plan.
     """
-    folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    refuse_torchrun(os.environ)
+    # Its processes believe what is in it.
+    if settings.jobs is None:
+        # Above it is what the caller has everything else in.
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(folder.path)
+    else:
+        make_own_path(folder.path)
     if task.expert.plan.expert.privacy:
         # Kept where it exists: a run that is resumed must draw the same units and the same noise.
         make_secret(folder.secret)

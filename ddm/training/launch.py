@@ -1,6 +1,6 @@
 """Starts a job by one command, and follows it through the job's folder: its progress, whether it goes on, its end.
 
-The command is `ddm.training.local` or the operator's: `torchrun`, `srun`, `kubectl`. It is started as words that no
+The command is `ddm.training.local` or the operator's: `srun`, `sbatch`, `kubectl`. It is started as words that no
 shell reads, and inherits no descriptor of this process. The local command runs under a guard and ends with this
 process. The operator's leads a session of its own, so neither Ctrl-C nor the end of this process reaches it, and a
 later process finds it by what `launch.json` says.
@@ -16,12 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from ddm.errors import ArchipelagoError, SetupError
-from ddm.system.processes import Child, DetachedProgram, spawn
+from ddm.system.processes import NEUTRAL_FOLDER, Child, DetachedProgram, file_tail, spawn
 from ddm.system.signals import blocked
 from ddm.training.config import TrainingSettings, filled
 from ddm.training.job import (
@@ -138,6 +137,7 @@ def start_local(folder: JobFolder, launch: Launch, num: int, threads: int) -> La
                 local_command(folder.path, launch.launch_id, num, threads),
                 log_path=folder.run(launch.launch_id).command_log,
                 env=os.environ | {"TMPDIR": scratch.name},
+                cwd=NEUTRAL_FOLDER,
                 grace_s=_GUARD_GRACE_S,
             )
     except BaseException:
@@ -170,14 +170,13 @@ def start_command(
             got=f"{program}, which is not found",
             remedy="Install it, or give its whole path in silo.toml; the worker's service has a PATH of its own.",
         )
-    # The working folder is where sbatch writes its output. Other accounts may write into it, so Python is told to
-    # import nothing from there, in every process that inherits the environment.
+    # Python imports nothing from its working folder, in every process that inherits the environment.
     environment = os.environ | {LAUNCH_VARIABLE: launch.launch_id, "PYTHONSAFEPATH": "1"}
     process = DetachedProgram.start(
         [program_path, *arguments],
         log_path=folder.run(launch.launch_id).command_log,
         env=environment,
-        cwd=folder.path,
+        cwd=NEUTRAL_FOLDER,
     )
     known = launch.model_copy(update={"pid": process.pid, "started": process.ticks})
     return known, LaunchCommand(known, process)
@@ -217,7 +216,7 @@ def judge(status: StartStatus, settings: TrainingSettings) -> Verdict:
         # It may still import torch, on a slow disk.
         return "wait"
     if status.has_ended or status.condition == "badly":
-        # torchrun and schedulers start again what has ended, and the connection to a scheduler may be all that failed.
+        # Schedulers start again what has ended, and the connection to a scheduler may be all that failed.
         is_over = status.has_ended and status.condition in ("well", "badly")
         if is_over or not status.is_alive or status.silent_s >= STILL_S:
             return "ended"
@@ -314,8 +313,7 @@ class StartFollower:
 
     def request_stop(self) -> None:
         """Let the job write a checkpoint and end, wherever it runs."""
-        self.run.path.mkdir(parents=True, exist_ok=True)
-        self.run.stop.touch()
+        self.run.request_stop()
 
     def _report_progress(self, on_progress: Callable[[Progress], None]) -> None:
         heartbeat = read_document(Heartbeat, self.run.heartbeat)
@@ -423,11 +421,8 @@ def futile_starts_error(run: RunFolder, num_starts: int) -> SetupError:
 
 def _last_line(run: RunFolder) -> str:
     """Return the end of what a command printed, for the person who has to correct it; it stays on this site."""
-    with suppress(OSError):
-        text = run.command_log.read_bytes()[-4096:].decode("utf-8", "replace")
-        lines = text.strip().splitlines()
-        return lines[-1][-200:] if lines else ""
-    return ""
+    lines = file_tail(run.command_log).strip().splitlines()
+    return lines[-1][-200:] if lines else ""
 
 
 def _vanished(subject: str, got: str) -> SetupError:

@@ -8,14 +8,13 @@ so this one writes how it ended.
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from ddm.system.processes import start_tied
+from ddm.system.processes import NEUTRAL_FOLDER, start_tied
 from ddm.training.job import (
     EXIT_STOPPED,
     JobFolder,
@@ -28,8 +27,6 @@ _GOOD_CODES = (0, EXIT_STOPPED)
 _POLL_S = 0.1
 # After a process ended badly, for another one to write the cause, of which this end may be a consequence.
 _GRACE_S = 2.0
-# Nothing that is relative to a folder of somebody else's is read or imported.
-_NEUTRAL_FOLDER = Path("/")
 
 
 def local_command(folder: Path, launch_id: str, num: int, threads: int) -> list[str]:
@@ -61,7 +58,7 @@ def main() -> int:
                 "--launch",
                 options.launch,
                 env=_environment(rank, options.processes, options.threads),
-                cwd=_NEUTRAL_FOLDER,
+                cwd=NEUTRAL_FOLDER,
             )
             processes.append(process)
         return _wait_for_all(processes, JobFolder(folder).run(options.launch))
@@ -72,21 +69,15 @@ def main() -> int:
 
 
 def _environment(rank: int, num: int, threads: int) -> dict[str, str]:
-    """Return a process's environment: the variables that torchrun sets, and no interface but loopback."""
-    environment = dict(os.environ)
-    # The meeting point of another training, in which this command may have been typed.
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    return environment | {
+    """Return a process's environment, which says which process it is."""
+    return dict(os.environ) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num),
+        # As many as there are: all are on this machine.
         "LOCAL_WORLD_SIZE": str(num),
         # Otherwise accelerate chooses a number.
         "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
     }
 
 

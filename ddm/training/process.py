@@ -16,13 +16,20 @@ from types import TracebackType
 
 import torch
 
-from ddm.errors import ArchipelagoError, BusyError, SetupError
+from ddm.errors import ArchipelagoError, BusyError, SetupError, UnsafePathError
 from ddm.images.rows import Images
 from ddm.io.locks import locked
+from ddm.io.own_folder import require_own_folder
 from ddm.protocol.base import File
 from ddm.protocol.submission import MAX_LOSS
 from ddm.system.console import say
-from ddm.training.group import PATIENCE_S, Member, join_group, member_of, torch_environment
+from ddm.training.group import (
+    PATIENCE_S,
+    Member,
+    enter_group_environment,
+    join_group,
+    member_of,
+)
 from ddm.training.inputs import open_input
 from ddm.training.job import (
     EXIT_STOPPED,
@@ -60,6 +67,14 @@ def train_folder(folder: JobFolder, launch_id: str | None, stop: threading.Event
         launch_id: the start that it belongs to; None where nobody said.
         stop: once it is set, the process writes a checkpoint and ends.
     """
+    # Before anything in the folder is believed or written: other users of the machine, or of the file system that
+    # several machines see, may have made it.
+    if folder.path.exists():
+        try:
+            require_own_folder(folder.path)
+        except UnsafePathError as error:
+            _print(_failure_of(Member(rank=0, num=1, local_rank=0, on_one_machine=True), error))
+            return error.exit_code
     # The operator's command need not pass {launch} on; a scheduler may also drop the environment.
     if launch_id is None:
         launch = read_document(Launch, folder.launch)
@@ -97,7 +112,7 @@ def _train(
     # The number of threads changes sums by rounding, so that the job states it.
     torch.set_num_threads(job.threads)
     # torch and accelerate read from the environment which process this is.
-    os.environ |= torch_environment(member, os.environ)
+    enter_group_environment(member)
     expert = PlannedExpert(
         plan,
         job.silo_id,
@@ -175,7 +190,7 @@ def _check_number(job: TrainingJob, member: Member) -> None:
             expected=f"{num} processes, as silo.toml says",
             got=f"{member.num}, as this process was told by whoever started it",
             remedy="Let training.processes in silo.toml be the number that training.launcher starts, on all machines "
-            'together, or "auto". srun and torchrun tell each process; for others, set RANK and WORLD_SIZE.',
+            'together, or "auto". srun and mpirun tell each process; for others, set RANK and WORLD_SIZE.',
         )
 
 

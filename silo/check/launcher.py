@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import DiskError
+from ddm.io.own_folder import find_danger
 from ddm.io.space import check_writable
 from ddm.system.findings import Finding
 from ddm.training.config import TrainingSettings, filled
@@ -24,17 +25,24 @@ class LauncherFacts:
         missing: the programs of its words that are not found; behind `env` comes another one.
         jobs: the folder that every machine sees; None where jobs are in the site's own folder.
         fault: why nothing can be written there; None where it can, or where it is not there.
+        danger: who else than the worker could put something in its place or into it; None for nobody.
         mode: its permission bits; None where it is not there.
     """
 
     missing: tuple[str, ...]
     jobs: Path | None = None
     fault: str | None = None
+    danger: str | None = None
     mode: int | None = None
 
 
-def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
-    """Look for the launcher's program and folder; None where this machine trains by itself. Nothing is started."""
+def find_launcher(settings: TrainingSettings, user: int) -> LauncherFacts | None:
+    """Look for the launcher's program and folder; None where this machine trains by itself. Nothing is started.
+
+    Args:
+        settings: the site's.
+        user: the number of the worker's user.
+    """
     if settings.launcher == "local":
         return None
     words = filled(tuple(settings.launcher), {"python": sys.executable})
@@ -49,7 +57,8 @@ def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
         check_writable([jobs])
     except DiskError as error:
         fault = error.got
-    return LauncherFacts(missing, jobs, fault, stat.S_IMODE(jobs.stat().st_mode))
+    danger = find_danger(jobs, user)
+    return LauncherFacts(missing, jobs, fault, danger, stat.S_IMODE(jobs.stat().st_mode))
 
 
 def _programs(words: Sequence[str]) -> Iterator[str]:
@@ -93,6 +102,14 @@ def launcher_findings(launcher: LauncherFacts | None) -> Iterator[Finding]:
             expected="the folder training.jobs, in which the worker can write",
             got=launcher.fault,
             remedy="Let the worker's user write there, or set training.jobs in silo.toml to where it may.",
+        )
+    elif launcher.danger is not None:
+        yield Finding(
+            str(jobs),
+            expected="a folder into which the worker's user alone can put anything: jobs believe what is in it",
+            got=launcher.danger,
+            remedy="Take the folder that is named from others (chown, chmod go-w), or set training.jobs in silo.toml "
+            "to another place.",
         )
     elif launcher.mode & _OTHERS:
         yield Finding(

@@ -14,7 +14,7 @@ from ddm.io.space import check_writable, free_bytes
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
-from silo.check.launcher import find_launcher
+from silo.check.launcher import LauncherFacts, find_launcher
 from silo.check.rules import PathMode, SiteFacts
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
@@ -57,7 +57,7 @@ class SiteFactsReader:
         connection = None
         proxy = None
         if settings is not None:
-            launcher = self._try("launcher", lambda: find_launcher(settings.training))
+            launcher = self._try("launcher", lambda: self._find_launcher(settings))
             # Two connections: the first one accepts any certificate, since a wrong clock alone can make the right one
             # seem expired.
             ahead_s = seconds_ahead(settings.address)
@@ -94,6 +94,11 @@ class SiteFactsReader:
     def _check_writable(self) -> None:
         folders = [self._site.private, self._site.outbox]
         check_writable([folder for folder in folders if folder.exists()])
+
+    def _find_launcher(self, settings: SiloSettings) -> LauncherFacts | None:
+        # Not this process's user, which may be root's.
+        worker = self._site.private.stat().st_uid
+        return find_launcher(settings.training, worker)
 
     def _check_decisions(self) -> None:
         log = DecisionLog(self._site)

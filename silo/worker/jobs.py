@@ -22,10 +22,8 @@ def end_jobs(site: Site, plan_id: str) -> None:
         launch = read_document(Launch, folder.launch)
         if launch is not None and launch.by == "command":
             # The processes look for this file, on whichever machine they run.
-            run_folder = folder.run(launch.launch_id)
-            run_folder.path.mkdir(parents=True, exist_ok=True)
             # The worker may have no other way to reach them: a scheduler started them on machines of its own.
-            run_folder.stop.touch()
+            folder.run(launch.launch_id).request_stop()
     shared_jobs = jobs_of(settings.training, settings.silo_id)
     if shared_jobs is not None:
         for folder in _job_folders(shared_jobs / plan_id, "*"):

@@ -1,18 +1,15 @@
 """Training that is killed, and training by several processes, end in the bytes of one that was left alone."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ddm.errors import TrustError
 from ddm.islands.folder import Islands
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.islands import Owner
 from tests.support.publishing import kill_at_step
-from tests.support.threads import THREADS
 
 
 def trained(owner: Owner) -> bytes:
@@ -41,23 +38,20 @@ def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_two_processes_share_an_island_and_torchrun_starts_them_too(tmp_path: Path) -> None:
+def test_two_processes_share_an_island(tmp_path: Path) -> None:
     owner = Owner.make(tmp_path, steps=20)
     assert owner.split().code == 0
     assert owner.train("--island", 0, "--processes", 2).code == 0
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-    ]
-    words = ["-m", "ddm.cli.main", "train", str(owner.run), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
-    result = subprocess.run(
-        [*torchrun, *words], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("All 2 islands are trained") == 1
+    assert owner.train().code == 0
     assert [Islands(owner.run).island(number).is_trained for number in range(2)] == [True, True]
+
+
+def test_island_is_not_trained_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Owner.make(tmp_path, steps=20)
+    assert owner.split().code == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    refused = owner.train("--island", 0)
+    assert refused.code == TrustError.exit_code and "--processes N" in refused.err
+    assert not Islands(owner.run).island(0).job.path.exists()

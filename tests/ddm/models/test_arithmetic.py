@@ -1,6 +1,9 @@
 """The arithmetic of sampled experts: what is lowered, what stays, and what a device refuses."""
 
 import copy
+import os
+import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +99,14 @@ def test_compiled_expert_answers_as_an_eager_one() -> None:
     with torch.inference_mode():
         found = Arithmetic(compile=True).prepare(plain)(*x_t)
         torch.testing.assert_close(found, plain(*x_t), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compiles_into_no_folder_that_another_user_could_have_made_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By itself torch loads libraries from a folder in /tmp that bears the user's name."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    Arithmetic("float32", compile=True).prepare(nn.Linear(1, 1))
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not list(folder.iterdir())

@@ -42,10 +42,10 @@ from tests.ddm.cli.test_distill import distilled
 from tests.ddm.training.test_loop import Run, same_bytes, settings
 from tests.support.errors import has_subject
 from tests.support.gaussian_mixture import UninformedRouter
+from tests.support.group_program import make_network, make_texts
 from tests.support.pretend_gpu import GPU, pretend_gpu
 from tests.support.publishing import least_memory
 from tests.support.text_encoders import make_encoder, save_encoder
-from tests.support.torchrun_program import make_network, make_texts
 
 SHAPE = (1, 8, 8)
 NOTHING = NoCondition()

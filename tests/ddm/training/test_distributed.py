@@ -1,10 +1,7 @@
 """The same training in parts, in two processes, sharded, recomputed, compiled: rounding apart, the same expert."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +17,6 @@ from ddm.training.config import Engine
 from ddm.training.distributed import blocks_of
 from ddm.training.loop import Progress
 from tests.ddm.training.test_loop import (
-    REPOSITORY,
     SHAPE,
     SMALL,
     Run,
@@ -29,7 +25,7 @@ from tests.ddm.training.test_loop import (
     stop_at,
 )
 from tests.support.errors import has_subject
-from tests.support.torchrun_program import make_network, make_texts
+from tests.support.group_program import make_network, make_texts, run_group
 
 TOLERANCE = 2e-5  # of weights of about 0.1 after 30 steps
 CPU = {"device": "cpu"}
@@ -76,19 +72,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, asked in RUNS.items()
     }
     (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-    ]
-    command = [*launcher, "--nproc-per-node=2", "-m", "tests.support.torchrun_program", str(folder)]
-    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=loopback, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_group(folder)
     return folder
 
 

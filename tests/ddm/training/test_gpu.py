@@ -12,8 +12,8 @@ from ddm.training.config import Engine, TrainingSettings
 from ddm.training.distributed import num_processes
 from tests.ddm.training.test_distributed import apart
 from tests.ddm.training.test_loop import Run, settings
+from tests.support.group_program import make_network, make_texts
 from tests.support.jobs import SmallJob
-from tests.support.torchrun_program import make_network, make_texts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -83,7 +83,7 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
         (("badly", True, False, STILL_S), "ended"),
         (("running", True, False, 99.0), "wait"),
         (("running", True, False, 100.0), "lost"),
-        (("running", True, True, 1.0), "wait"),  # torchrun may start it again
+        (("running", True, True, 1.0), "wait"),  # a scheduler may start it again
         (("running", True, True, STILL_S), "ended"),
         (("well", True, True, 0.0), "ended"),
         (("well", True, False, 99.0), "wait"),  # sbatch has returned long ago
@@ -137,7 +137,7 @@ def test_error_behind_all_others_is_raised() -> None:
 
 
 def test_process_knows_who_it_is_from_whoever_started_it() -> None:
-    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    by_number = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     slurm = {
         "SLURM_PROCID": "1",
         "SLURM_NTASKS": "2",
@@ -153,8 +153,8 @@ def test_process_knows_who_it_is_from_whoever_started_it() -> None:
     }
     for environment, expected in [
         ({}, Member(0, 1, 0, True)),
-        (torchrun, Member(3, 4, 1, False, "--")),
-        (torchrun | {"LOCAL_WORLD_SIZE": "4"}, Member(3, 4, 1, True, "--")),
+        (by_number, Member(3, 4, 1, False, "--")),
+        (by_number | {"LOCAL_WORLD_SIZE": "4"}, Member(3, 4, 1, True, "--")),
         (step, Member(1, 2, 0, False, "7-0-")),
         (
             step | {"SLURM_STEP_NUM_NODES": "1", "SLURM_RESTART_COUNT": "2"},
@@ -162,7 +162,7 @@ def test_process_knows_who_it_is_from_whoever_started_it() -> None:
         ),
         (slurm, Member(0, 1, 0, True)),  # a batch script, which is one process whatever the job has
         (mpi, Member(1, 2, 1, False, "--")),
-        (torchrun | slurm, Member(3, 4, 1, False, "7-0-")),
+        (by_number | slurm, Member(3, 4, 1, False, "7-0-")),
     ]:
         assert member_of(environment) == expected, environment
     for wrong in (
@@ -216,6 +216,10 @@ def test_launcher_is_words_that_no_shell_reads(tmp_path: Path) -> None:
         ('jobs = "/shared"', "jobs is for a launcher"),
         ('launcher = "srun {folder}"\njobs = "shared"', "jobs must be an absolute path"),
         ("processes = 65", "at most 64 on one machine"),
+        ('launcher = "/opt/bin/torchrun -m ddm.training {folder}"', "torchrun runs the commands"),
+        ('launcher = ["bash", "-c", "torchrun -m ddm.training {folder}"]', "torchrun runs"),
+        ('launcher = "{python} -m torch.distributed.run {folder}"', "torchrun runs"),
+        ('launcher = "accelerate launch -m ddm.training {folder}"', "torchrun runs"),
     ]:
         with (
             case(line=line),
@@ -541,7 +545,7 @@ def test_templates_of_launchers_parse_and_name_what_exists(tmp_path: Path) -> No
         "root_digest": "a" * 64,
     }
     found = sorted(TEMPLATES.glob("*.toml"))
-    assert len(found) >= 4
+    assert {path.stem for path in found} == {"kubernetes", "slurm", "slurm-batch"}
     for path in found:
         with case(template=path.name):
             settings = SiloSettings.model_validate(head | tomllib.loads(path.read_text())).training
@@ -557,7 +561,7 @@ def test_templates_of_launchers_parse_and_name_what_exists(tmp_path: Path) -> No
                 "a start that was given up could not be told from the one in force"
             )
             if "kubectl" not in said:
-                assert "-m ddm.training" in said
+                assert "-P -m ddm.training" in said
     batch = (TEMPLATES / "archipelago.sbatch").read_text()
     assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
     (number,) = re.findall(r"^#SBATCH --ntasks=(\d+)$", batch, re.MULTILINE)
@@ -575,7 +579,7 @@ def kubernetes(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_template_of_kubernetes_starts_each_process_with_its_number(tmp_path: Path) -> None:
     done = kubernetes("/shared/archipelago/job", "abc123", "2")
-    service, job = yaml.safe_load_all(done.stdout)
+    policy, job = yaml.safe_load_all(done.stdout)
     assert "@" not in done.stdout
     spec = job["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -583,7 +587,15 @@ def test_template_of_kubernetes_starts_each_process_with_its_number(tmp_path: Pa
     assert member_of(said | {"RANK": "1"}) == Member(1, 2, 0, False, "--")
     assert spec["completions"] == spec["parallelism"] == 2 and spec["completionMode"] == "Indexed"
     assert container["args"] == [
-        'exec env RANK="$JOB_COMPLETION_INDEX" python -m ddm.training /shared/archipelago/job --launch abc123'
+        'exec env RANK="$JOB_COMPLETION_INDEX" python -P -m ddm.training /shared/archipelago/job --launch abc123'
     ]
-    assert said["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert container["workingDir"] == "/"
     assert kubernetes("/shared/a b; rm", "abc123", "2").returncode == 2
+    # Pods of trainings reach each other and nobody else, and nobody else reaches them.
+    pods = {"podSelector": {"matchLabels": spec["template"]["metadata"]["labels"]}}
+    assert policy["kind"] == "NetworkPolicy"
+    assert policy["spec"] == pods | {
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"from": [pods]}],
+        "egress": [{"to": [pods]}],
+    }

@@ -2,20 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from ddm.errors import NumericalError, PolicyError, SetupError, TrustError
+from ddm.errors import NumericalError, PolicyError, SetupError
 from ddm.system.process_table import descendants
 from ddm.training.config import TrainingSettings
 from ddm.training.loop import Progress
 from tests.support.jobs import SmallJob, small_task
 from tests.support.processes import is_running
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 TWO = TrainingSettings(device="cpu", processes=2)
@@ -81,45 +78,6 @@ def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_
     assert list(trial.folder.checkpoints.glob("step-*.json")), "they wrote a checkpoint"
 
 
-INTRUDER = """
-import os, socket, struct
-os.setuid(65534)
-held, known = [], None
-print("ready", flush=True)
-while True:
-    rows = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
-    ports = {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[1].startswith("0100007F")}
-    known = ports if known is None else known
-    for port in ports - known:
-        for number in range(4):  # what gloo's processes count each other by
-            try:
-                held.append(socket.socket())
-                held[-1].connect(("127.0.0.1", port))
-                held[-1].sendall(struct.pack("<q", number))
-            except OSError:
-                pass
-    known |= ports
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
-def test_other_user_of_the_machine_who_connects_in_a_process_s_place_is_refused(
-    tmp_path: Path,
-) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-I", "-c", INTRUDER], stdout=subprocess.PIPE
-    ) as intruder:
-        try:
-            assert intruder.stdout is not None and intruder.stdout.readline() == b"ready\n"
-            with pytest.raises(
-                TrustError, match="expected connections with its own user's processes alone"
-            ):
-                SmallJob(tmp_path, TWO)()
-        finally:
-            intruder.kill()
-    assert not (tmp_path / "job" / "result.json").exists()
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "shard"), [("dit", False), ("dit", True), ("mmdit", True)])
 def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_stopped(
@@ -161,39 +119,6 @@ def test_process_that_hangs_ends_all(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="got no sign of life"):
         trial(halt)
     assert pids and not any(map(is_running, pids))
-
-
-def test_torchrun_is_a_launcher_and_starts_again_by_itself_what_dies(tmp_path: Path) -> None:
-    """The expert's bytes are those of an undisturbed run of as many processes."""
-    torchrun = f"env GLOO_SOCKET_IFNAME=lo {sys.executable} -m torch.distributed.run --standalone "
-    flags = "--local-addr=127.0.0.1 --max-restarts=2 --nproc-per-node={processes} "
-    launcher = f"{torchrun}{flags} -m ddm.training {{folder}} --launch {{launch}}"
-    settings = TrainingSettings(device="cpu", processes=2, launcher=launcher)  # type: ignore[arg-type]
-    whole = SmallJob(tmp_path / "whole", TWO, small_task(num_steps=400))
-    whole()
-    trial = SmallJob(tmp_path / "killed", settings, small_task(num_steps=400))
-    killed = list[int]()
-
-    def kill(progress: Progress) -> None:
-        victims = [pid for pid in descendants(os.getpid()) if _rank(pid) == "1"]
-        if _steps(trial) > 7 and not killed and victims:
-            killed.append(victims[0])
-            os.kill(victims[0], signal.SIGKILL)
-
-    trial(kill)
-    assert killed and len(list(trial.folder.runs.iterdir())) == 1, (
-        "torchrun alone started them again"
-    )
-    assert trial.expert.read_bytes() == whole.expert.read_bytes()
-    wait_until(lambda: not running(), "the end of all")
-
-
-def _rank(pid: int) -> str | None:
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((word[5:].decode() for word in words if word.startswith(b"RANK=")), None)
 
 
 def _steps(trial: SmallJob) -> int:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -259,7 +260,37 @@ def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(
             ] == [("fail", str(folder))]
     jobs.chmod(0o755)
     assert launcher_findings([there]) == [("warn", str(jobs), "mode 755")]
+    jobs.chmod(0o777)
+    ((level, subject, got),) = launcher_findings([there])
+    assert (level, subject) == ("fail", str(jobs)) and "others may write" in got
     assert not list(jobs.iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_folder_of_jobs_that_another_user_made_or_can_replace_is_found(
+    site: Site, tmp_path: Path
+) -> None:
+    made_by_stranger = tmp_path / "shared"
+    jobs = made_by_stranger / "jobs"
+    jobs.mkdir(parents=True, mode=0o700)
+    training = TrainingSettings(launcher=(str(program("silo")), "{folder}"), jobs=jobs)
+    changed = site.settings().model_copy(update={"training": training})
+    save_settings(changed, site.path / "silo.toml", "test")
+    assert "launcher" not in found_at(site)
+    for folder in (made_by_stranger, jobs):
+        with case(folder=folder):
+            os.chown(folder, 54321, 54321)
+            (finding,) = found_at(site)["launcher"]
+            assert finding.level == "fail" and finding.subject == str(jobs)
+            assert finding.got == f"{folder}: it belongs to user 54321"
+            os.chown(folder, 0, 0)
+
+
+def test_torchrun_as_a_launcher_is_found(site: Site) -> None:
+    launcher = 'launcher = "torchrun -m ddm.training {folder}"'
+    edit(site.path / "silo.toml", 'launcher = "local"', launcher)
+    (finding,) = found_at(site)["configuration"]
+    assert finding.level == "fail" and "torchrun runs the commands" in finding.got
 
 
 def test_key_without_a_passphrase_and_a_gpu_that_is_not_there_fail(site: Site) -> None:

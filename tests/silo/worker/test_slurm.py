@@ -41,7 +41,7 @@ SRUN = (
         "--ntasks={processes}",
         "--kill-on-bad-exit=1",
     ),
-    *("{python}", "-m", "ddm.training", "{folder}", "--launch", "{launch}"),
+    *("{python}", "-P", "-m", "ddm.training", "{folder}", "--launch", "{launch}"),
 )
 
 
@@ -84,7 +84,7 @@ def tasks(jobs: Path) -> dict[str, int]:
             continue
         node = re.search(rb"SLURMD_NODENAME=(\w+)", known)
         if (
-            b"ddm.training" in words[1:3]
+            b"ddm.training" in words[1:4]
             and node
             and any(word.startswith(bytes(jobs)) for word in words)
         ):

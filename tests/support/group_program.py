@@ -1,7 +1,8 @@
-"""What each of two processes runs that torchrun starts: one training after another, by what a file tells."""
+"""What each of two processes that train together runs: one training after another, by what a file tells."""
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +13,35 @@ from torch import Tensor, nn
 from ddm.models import build_expert
 from ddm.protocol.architecture import Mmdit, TextCondition
 from ddm.training.config import Engine
-from tests.ddm.training.test_loop import SHAPE, SMALL, Run, settings
+from ddm.training.group import enter_group_environment, join_group, member_of
+from tests.ddm.training.test_loop import REPOSITORY, SHAPE, SMALL, Run, settings
 
 JOINT = Mmdit(patch=2, hidden=16, depth=2, heads=2, shared_depth=1)
 TEXT = TextCondition(dim=3, max_tokens=2)
+
+
+def run_group(folder: Path) -> None:
+    """Run two such processes to their end."""
+    processes = []
+    for rank in range(2):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        command = [sys.executable, "-m", "tests.support.group_program", str(folder)]
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | environment | {"PYTHONFAULTHANDLER": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+    try:
+        for process in processes:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def make_network(kind: str) -> nn.Module:
@@ -35,6 +61,9 @@ def make_texts(kind: str, num: int = 40) -> Tensor | None:
 def main(folder: Path) -> None:
     """Train each of the runs in `runs.json`, whose checkpoints lie in folders of their own; the first writes."""
     torch.set_num_threads(1)
+    member = member_of(os.environ)
+    enter_group_environment(member)
+    join_group(member, folder / "group")
     for name, options in json.loads((folder / "runs.json").read_text("utf-8")).items():
         kind = options["kind"]
         place = folder / (options["folder"] or name)
