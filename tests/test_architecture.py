@@ -127,15 +127,18 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
-def imports(path: Path, *, lazily: bool = True) -> Iterator[str]:
-    """Yield the modules a file imports; with lazily=False, only those that importing the file imports."""
+@cache
+def imports(path: Path, *, lazily: bool = True) -> frozenset[str]:
+    """Return the modules a file imports; with lazily=False, only those that importing the file imports."""
     tree = parsed(path)
     nodes = ast.walk(tree) if lazily else _eager(tree)
+    modules = set[str]()
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            modules.add(node.module)
+    return frozenset(modules)
 
 
 def _eager(tree: ast.Module) -> Iterator[ast.AST]:
@@ -215,9 +218,7 @@ def test_arrows_between_rooms_are_those_of_the_floor_plan_and_run_downwards(pack
 def test_every_room_says_in_one_sentence_what_it_is() -> None:
     rooms = [path for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")]
     violations = [
-        name(path)
-        for path in rooms
-        if not (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").endswith(".")
+        name(path) for path in rooms if not (ast.get_docstring(parsed(path)) or "").endswith(".")
     ]
     assert not violations
 
@@ -362,7 +363,7 @@ def texts_of(node: ast.AST | None) -> Iterator[str]:
 
 def error_texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield each constant text that is given as `expected` or `got`, or assigned to a variable of this name."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         pairs: list[tuple[str | None, ast.AST]] = []
         match node:
             case ast.keyword(arg=name, value=value):
@@ -399,9 +400,6 @@ def test_control_vague_errors_are_found(tmp_path: Path) -> None:
 
 
 def test_first_line_of_a_module_is_a_statement_not_a_question() -> None:
-    first_lines = {
-        name(path): (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
-        for path in SOURCES
-    }
+    first_lines = {name(path): (ast.get_docstring(parsed(path)) or "") for path in SOURCES}
     violations = {path for path, text in first_lines.items() if "?" in text.partition("\n")[0]}
     assert not violations

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,18 +14,23 @@ import numpy as np
 import pytest
 import tomli_w
 
+from aggregator.cli import app as aggregator_app
 from aggregator.config import Federation
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import find_nginx
+from ddm.cli.main import app as ddm_app
 from ddm.errors import TransportError
 from ddm.io.tensors import load_tensors
+from ddm.system.console import run_app
 from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
+from silo.cli import app as silo_app
 from silo.courier.supernode import Courier, make_node_key
 from tests.support.bundles import site_settings
 from tests.support.errors import has_subject
 from tests.support.federation import POLICY, images, recipe, waive, write_policy
 from tests.support.processes import is_running
 
+COMMANDS = {"silo": silo_app, "aggregator": aggregator_app, "ddm": ddm_app}
 SILOS = {"north": 60, "south": 40}
 PERSON = "north"
 POLICED = "south"
@@ -38,18 +42,21 @@ PRIVATE_FILES = ("counts.safetensors", "sketch.safetensors")
 class Operators:
     """Runs commands as the operators of a federation would."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, output: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
+        self.output = output
         self.background: dict[str, Child] = {}
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def call(self, name: str, *arguments: object, code: int = 0) -> str:
-        command = [str(program(name)), *(str(argument) for argument in arguments)]
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, f"{name} {arguments}: {done.stdout}{done.stderr}"
-        return done.stdout
+        """Run a command to its end, in this process: torch is imported here already; return what it printed."""
+        self.output.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_app(COMMANDS[name], [str(argument) for argument in arguments])
+        printed = self.output.readouterr()
+        exit_code = ended.value.code or 0
+        assert exit_code == code, f"{name} {arguments}: {printed.out}{printed.err}"
+        return printed.out
 
     def start(self, name: str, *arguments: object) -> None:
         command = [str(program(name)), *(str(argument) for argument in arguments)]
@@ -75,10 +82,10 @@ class Operators:
 
 
 @pytest.fixture
-def operators(tmp_path: Path):  # type: ignore[no-untyped-def]
-    found = Operators(tmp_path)
-    yield found
-    terminate_all(found.background.values())
+def operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Operators]:
+    operators = Operators(tmp_path, capsys)
+    yield operators
+    terminate_all(operators.background.values())
 
 
 def set_up(operators: Operators) -> None:

@@ -37,8 +37,9 @@ from tests.support.federation import (
     recipe,
     write_policy,
 )
+from tests.support.forked import fork_process, wait_for_exit
 from tests.support.threads import THREADS
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 SILO = "north"
 
@@ -399,18 +400,22 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     tiny.deliver_plan(SILO, plan_id)
     control = tiny.copy(tmp_path / "control")
     site = tiny.sites[SILO]
-    # so that it is caught in mid-training, however busy the machine
-    process = run_worker(site, "nice", "-n", "5")
+
+    def work() -> None:
+        # so that it is caught in mid-training, however busy the machine
+        os.nice(10)
+        tiny.work(SILO)
+
+    pid = fork_process(work)
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
-    watch(process, lambda: any(checkpoints.rglob("*.json")), "a checkpoint")
-    end(process, signal.SIGKILL)
+    wait_until(lambda: any(checkpoints.rglob("*.json")), "a checkpoint")
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for_exit(pid) == -signal.SIGKILL
     assert load_state(state_path(site.private)).state == "training"
     assert not list(site.outbox.glob(f"{plan_id}/*"))
-    process = run_worker(site)
-    wait_for(site, process, "in_outbox")
-    end(process)
-    torch.set_num_threads(1)  # as the worker's own process has
+    torch.set_num_threads(1)  # as the forked process has
     try:
+        tiny.work(SILO)
         control.work(SILO)
     finally:
         torch.set_num_threads(THREADS)
