@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
+from ddm.publishing import drawing
 from tests.support.browser import browser, one_browser  # noqa: F401, fixtures for every test
 from tests.support.federation import PlannedFederation, TinyFederation
 from tests.support.submissions import SILO, Arrival, arrive
@@ -30,6 +31,9 @@ gc.disable()
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
+
+# How many images a report has; those of tests have fewer (`quickly_drawn_reports`).
+USUAL_EFFORTS = drawing.EFFORTS
 
 # A shell that starts tests in the background lets them ignore SIGINT, and programs that they start would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -97,6 +101,15 @@ def no_waiting_for_disks() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", check_open)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quickly_drawn_reports() -> Iterator[None]:
+    """Draw the images of a report in two steps, and fewer of them, since tests publish some hundred times."""
+    quick = tuple(replace(effort, own=12, mixed=40, steps=2) for effort in USUAL_EFFORTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "EFFORTS", quick)
         yield
 
 

@@ -156,11 +156,18 @@ class ReportFigures:
             "word": self.word,
             "shape": plan.data.shape,
             "num_experts": len(manifest.experts),
-            "shown_mixed": NUM_SHOWN_MIXED,
+            "shown_mixed": self._num_shown_mixed(),
             "Scale": Scale,
             "width": CHART_WIDTH,
             "height": CHART_HEIGHT,
         }
+
+    def _num_shown_mixed(self) -> int:
+        """The number of images of the ensemble by one strategy: of expensive experts fewer are drawn."""
+        for sheet in self.sheets:
+            if sheet.silo is None:
+                return len(sheet.pictures)
+        return 0
 
 
 def draw_for_report(

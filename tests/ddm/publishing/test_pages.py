@@ -39,7 +39,7 @@ from ddm.protocol.transform import TransformSpec
 from ddm.publishing import drawing, figures
 from ddm.publishing.contents import ReleaseContents, ReleaseMember
 from ddm.publishing.pages import CARD_NAME, PAGE_NAMES, REPORT_NAME, render_pages, write_pages
-from tests.conftest import PublishedRelease
+from tests.conftest import USUAL_EFFORTS, PublishedRelease
 from tests.support.browser import overflow, show_as
 from tests.support.case import case
 from tests.support.pages import PageReader, active_content
@@ -407,6 +407,13 @@ def test_images_of_the_report_are_those_that_its_command_draws(
     assert len(sources) == 2 * 32 + 2 * 8
 
 
+def test_command_of_the_report_draws_as_many_images_as_are_shown(inputs: PageInput) -> None:
+    effort = drawing.DrawingEffort(own=4, mixed=8, strategies=("lock",), steps=2)
+    few_images = drawing.draw(inputs.ensemble, (0, 1), effort)
+    pages = render_pages(inputs.contents, inputs.manifest, inputs.root_digest, few_images)
+    assert "--num 8 --steps 2 " in pages[REPORT_NAME]
+
+
 class Constant:
     """An expert that leads every sample to one grey level."""
 
@@ -457,7 +464,8 @@ def test_router_along_t_ends_at_the_prior_and_begins_with_the_right_silo() -> No
         assert all(sum(row) == pytest.approx(1) for row in rows)
 
 
-def test_what_is_drawn_is_bounded_by_what_it_costs() -> None:
+def test_what_is_drawn_is_bounded_by_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "EFFORTS", USUAL_EFFORTS)
     for flops in [1.0, 1e6, 1e8, 1e9, 1e10, 1e12]:
         with case(flops=flops):
             chosen = drawing.affordable_effort(flops, 3, 3)
