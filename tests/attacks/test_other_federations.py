@@ -25,7 +25,7 @@ from ddm.protocol.base import sha256_hex
 from ddm.protocol.continuation import check_continuation
 from ddm.protocol.plan import Plan
 from ddm.publishing.public_log import public_folder
-from tests.conftest import Planned, PublishedRelease
+from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.commands import CommandResult, run_command
 from tests.support.dishonest_aggregator import (
@@ -38,6 +38,7 @@ from tests.support.errors import has_subject
 from tests.support.federation import (
     PASSPHRASE,
     POLICY,
+    PlannedFederation,
     TinyFederation,
     make_draft,
     recipe,
@@ -179,12 +180,12 @@ def test_submission_that_was_signed_for_another_federation_is_not_the_silos_word
     arrival: Arrival,
 ) -> None:
     arrival.rewrite(lambda document: None, root_digest=ELSEWHERE)
-    arrival.thrown_away()
+    arrival.assert_discarded()
 
 
 def test_submission_whose_document_names_another_federation_is_refused(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document.update(root_digest=ELSEWHERE))
-    arrival.refused(FederationError, "submission")
+    arrival.assert_refused(FederationError, "submission")
 
 
 # The silo
@@ -269,7 +270,7 @@ def test_experts_of_another_federation_are_not_trained_on(published_once: Publis
 
 
 @pytest.fixture
-def drafted(planned_once: Planned, tmp_path: Path) -> TinyFederation:
+def drafted(planned_once: PlannedFederation, tmp_path: Path) -> TinyFederation:
     """A federation of whose silos one has a draft that waits for a person."""
     tiny = planned_once[0].copy(tmp_path / "copy")
     write_policy(tiny.sites[SILO], POLICY | {"approval": {"kind": "person"}})
