@@ -69,7 +69,13 @@ class SolverMemory:
 
 
 def dpm_step(
-    velocity: Velocity, x_B: Tensor, t: float, t_next: float, memory: SolverMemory, *, path: Path
+    velocity: Velocity,
+    x_B: Tensor,
+    t: float,
+    t_next: float,
+    memory: SolverMemory,
+    *,
+    path: Path,
 ) -> tuple[Tensor, SolverMemory]:
     """Hold x_0 constant at its extrapolation to the middle of the step, along ``lambda = log(alpha / sigma)``.
 

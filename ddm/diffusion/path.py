@@ -156,19 +156,34 @@ def expand_time(t_B: Tensor, x_B: Tensor) -> Tensor:
     return t_B.to(x_B).view(-1, *[1] * num_inner)
 
 
-def x_t(path: Path, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+def x_t(
+    path: Path,
+    x_0: Tensor,
+    eps: Tensor,
+    t_B: Tensor,
+) -> Tensor:
     """``alpha_t x_0 + sigma_t eps``, shape (B, ...)."""
     t = expand_time(t_B, x_0)
     return path.alpha(t) * x_0 + path.sigma(t) * eps
 
 
-def velocity(path: Path, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+def velocity(
+    path: Path,
+    x_0: Tensor,
+    eps: Tensor,
+    t_B: Tensor,
+) -> Tensor:
     """``u = d_alpha_t x_0 + d_sigma_t eps``, shape (B, ...)."""
     t = expand_time(t_B, x_0)
     return path.d_alpha(t) * x_0 + path.d_sigma(t) * eps
 
 
-def x_0_and_eps(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
+def x_0_and_eps(
+    path: Path,
+    x: Tensor,
+    u: Tensor,
+    t_B: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Solve x_t and u for data and noise; nowhere singular on any path.
 
     ``x_0 = (d_sigma x - sigma u) / D``, ``eps = (alpha u - d_alpha x) / D``, ``D = alpha d_sigma - sigma d_alpha``;
@@ -195,7 +210,13 @@ def x_0_and_eps(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> tuple[Tensor, 
     return x_0, eps
 
 
-def target_of(path: Path, prediction: Prediction, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+def target_of(
+    path: Path,
+    prediction: Prediction,
+    x_0: Tensor,
+    eps: Tensor,
+    t_B: Tensor,
+) -> Tensor:
     """Return the quantity that an expert learns to predict, shape (B, ...)."""
     match prediction:
         case "velocity":
@@ -212,7 +233,11 @@ def target_of(path: Path, prediction: Prediction, x_0: Tensor, eps: Tensor, t_B:
 
 
 def x_0_and_eps_of(
-    path: Path, prediction: Prediction, x: Tensor, predicted: Tensor, t_B: Tensor
+    path: Path,
+    prediction: Prediction,
+    x: Tensor,
+    predicted: Tensor,
+    t_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Solve x_t and a prediction for data and noise.
 
@@ -251,27 +276,47 @@ def x_0_and_eps_of(
             assert_never(prediction)
 
 
-def velocity_from_eps(path: Path, x: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+def velocity_from_eps(
+    path: Path,
+    x: Tensor,
+    eps: Tensor,
+    t_B: Tensor,
+) -> Tensor:
     """The velocity that `eps` implies; singular at alpha = 0, so t < 1."""
     t = expand_time(t_B, x)
     x_0 = (x - path.sigma(t) * eps) / path.alpha(t)
     return velocity(path, x_0, eps, t_B)
 
 
-def velocity_from_x_0(path: Path, x: Tensor, x_0: Tensor, t_B: Tensor) -> Tensor:
+def velocity_from_x_0(
+    path: Path,
+    x: Tensor,
+    x_0: Tensor,
+    t_B: Tensor,
+) -> Tensor:
     """The velocity that `x_0` implies; singular at sigma = 0, so t > 0."""
     t = expand_time(t_B, x)
     eps = (x - path.alpha(t) * x_0) / path.sigma(t)
     return velocity(path, x_0, eps, t_B)
 
 
-def score(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> Tensor:
+def score(
+    path: Path,
+    x: Tensor,
+    u: Tensor,
+    t_B: Tensor,
+) -> Tensor:
     """The score ``grad log p_t(x) = -eps / sigma``; singular at sigma = 0, so t > 0."""
     _, eps = x_0_and_eps(path, x, u, t_B)
     return -eps / path.sigma(expand_time(t_B, x))
 
 
-def velocity_from_score(path: Path, x: Tensor, score: Tensor, t_B: Tensor) -> Tensor:
+def velocity_from_score(
+    path: Path,
+    x: Tensor,
+    score: Tensor,
+    t_B: Tensor,
+) -> Tensor:
     """The velocity that `score` implies; singular at alpha = 0, so t < 1."""
     eps = -path.sigma(expand_time(t_B, x)) * score
     return velocity_from_eps(path, x, eps, t_B)

@@ -147,7 +147,12 @@ class KarrasPath(_VariancePreserving):
         return self.sigma_min ** (1 / self.rho), self.sigma_max ** (1 / self.rho)
 
 
-def _betas(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
+def _betas(
+    kind: Betas,
+    first: float,
+    last: float,
+    num_steps: int,
+) -> Tensor:
     if kind == "linear":
         return torch.linspace(first, last, num_steps, dtype=torch.float64)
     if kind == "scaled_linear":
@@ -159,7 +164,12 @@ def _betas(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
 
 
 @lru_cache
-def _log_ratios(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
+def _log_ratios(
+    kind: Betas,
+    first: float,
+    last: float,
+    num_steps: int,
+) -> Tensor:
     """``log(sigma / alpha)`` of every step, float64, on the CPU."""
     # By log1p and expm1, since alpha^2 is next to 1 in the first steps.
     log_alpha_2 = torch.cumsum(torch.log1p(-_betas(kind, first, last, num_steps)), 0)

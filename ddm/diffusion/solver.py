@@ -56,7 +56,11 @@ def integrate(
 
 
 def follow(
-    velocity: Velocity, x_B: Tensor, times: Sequence[float], step: Step, memory: SolverMemory
+    velocity: Velocity,
+    x_B: Tensor,
+    times: Sequence[float],
+    step: Step,
+    memory: SolverMemory,
 ) -> tuple[Tensor, SolverMemory]:
     """Take every step along `times`; return x at the end, and the memory."""
     for t, t_next in pairwise(times):
@@ -64,18 +68,33 @@ def follow(
     return x_B, memory
 
 
-def euler_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor:
+def euler_step(
+    velocity: Velocity,
+    x_B: Tensor,
+    t: float,
+    t_next: float,
+) -> Tensor:
     """``x + (t_next - t) u(x, t)``."""
     return x_B + (t_next - t) * velocity(x_B, filled(x_B, t))
 
 
-def midpoint_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor:
+def midpoint_step(
+    velocity: Velocity,
+    x_B: Tensor,
+    t: float,
+    t_next: float,
+) -> Tensor:
     """Take the velocity halfway, where half of Euler's step ends."""
     halfway = euler_step(velocity, x_B, t, (t + t_next) / 2)
     return x_B + (t_next - t) * velocity(halfway, filled(x_B, (t + t_next) / 2))
 
 
-def heun_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor:
+def heun_step(
+    velocity: Velocity,
+    x_B: Tensor,
+    t: float,
+    t_next: float,
+) -> Tensor:
     """Average the velocity here and where Euler's step ends.
 
     Source:
@@ -87,7 +106,12 @@ def heun_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tenso
     return x_B + (t_next - t) / 2 * (u_here + u_there)
 
 
-def rk4_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor:
+def rk4_step(
+    velocity: Velocity,
+    x_B: Tensor,
+    t: float,
+    t_next: float,
+) -> Tensor:
     """The classical Runge-Kutta step: one velocity here, two halfway, one at the end, weighted 1, 2, 2, 1."""
     length = t_next - t
     halfway = filled(x_B, (t + t_next) / 2)
@@ -121,7 +145,11 @@ def solver_named(name: SolverName, path: Path) -> Step:
 
 def _without_memory(step: Callable[[Velocity, Tensor, float, float], Tensor]) -> Step:
     def step_and_pass_memory(
-        velocity: Velocity, x_B: Tensor, t: float, t_next: float, memory: SolverMemory
+        velocity: Velocity,
+        x_B: Tensor,
+        t: float,
+        t_next: float,
+        memory: SolverMemory,
     ) -> tuple[Tensor, SolverMemory]:
         return step(velocity, x_B, t, t_next), memory
 

@@ -313,7 +313,10 @@ def _stored_part(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] 
 
 
 def by_cluster(
-    images: Tensor, files: PlanFiles, experts: Sequence[PublishedExpert], seed: int
+    images: Tensor,
+    files: PlanFiles,
+    experts: Sequence[PublishedExpert],
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Label each image with an expert of its coarse cluster, drawn by the priors where several silos have one.
 

@@ -69,7 +69,12 @@ class Posterior:
             branches.append(self.of_texts)
         return any(branch.router is None and branch.num_active > 1 for branch in branches)
 
-    def __call__(self, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        condition_B: Tensor | None,
+    ) -> Tensor:
         """Return the weights (B, K), float64.
 
         Args:
@@ -108,7 +113,12 @@ def _class_branch(ensemble: Ensemble, label: int) -> Branch:
     return _branch(ensemble, label, shares_known=True)
 
 
-def _branch(ensemble: Ensemble, condition: ConditionValue | None, *, shares_known: bool) -> Branch:
+def _branch(
+    ensemble: Ensemble,
+    condition: ConditionValue | None,
+    *,
+    shares_known: bool,
+) -> Branch:
     # A text's shares are unknown to a release, so the experts' priors stand in where the router has not learned them.
     declared = None if shares_known else ensemble.prior
     request = ConditionRequest(condition=condition, condition_prior=declared)

@@ -109,7 +109,13 @@ class Student(Document):
     seconds: Seconds
     file: File
 
-    def sampling_bytes(self, *, num: int, batch: int, steps: int) -> int:
+    def sampling_bytes(
+        self,
+        *,
+        num: int,
+        batch: int,
+        steps: int,
+    ) -> int:
         """Return the bytes of loading the student and drawing samples; see `ddm.footprint.drawing_bytes`."""
         size = network_size(self.architecture, self.latent.shape(self.data.shape), self.condition)
         loaded = self.file.bytes + size.forward_bytes(0)

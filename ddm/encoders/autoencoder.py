@@ -234,7 +234,12 @@ def _not_finite() -> NumericalError:
     return NumericalError("autoencoder's output", expected="finite numbers", got="NaN or infinity")
 
 
-def build_autoencoder(size: AutoencoderSize, shape: tuple[int, ...], *, seed: int = 0) -> nn.Module:
+def build_autoencoder(
+    size: AutoencoderSize,
+    shape: tuple[int, ...],
+    *,
+    seed: int = 0,
+) -> nn.Module:
     """Build a MONAI AutoencoderKL with seeded weights; the caller's random state is left as it was.
 
     Raises:
@@ -264,7 +269,10 @@ def empty_autoencoder(latent: Autoencoder, shape: tuple[int, ...]) -> nn.Module:
 
 
 def open_latent(
-    spec: LatentSpec, shape: tuple[int, ...], file: File | None, folder: Path
+    spec: LatentSpec,
+    shape: tuple[int, ...],
+    file: File | None,
+    folder: Path,
 ) -> Latent:
     """Open a plan's latent space.
 
@@ -313,7 +321,11 @@ def open_published(
     return AutoencoderKl(net, spec, shape)
 
 
-def open_weights(path: Path, size: AutoencoderSize, shape: tuple[int, ...]) -> AutoencoderKl:
+def open_weights(
+    path: Path,
+    size: AutoencoderSize,
+    shape: tuple[int, ...],
+) -> AutoencoderKl:
     """Open an autoencoder's weights from a local file without a known digest, at scale 1.
 
     Raises:

@@ -42,7 +42,14 @@ class HogEncoder:
     components: PcaEncoder
 
     @classmethod
-    def fit(cls, images: Tensor, dim: int, *, cells: int, mirrored: bool) -> "HogEncoder":
+    def fit(
+        cls,
+        images: Tensor,
+        dim: int,
+        *,
+        cells: int,
+        mirrored: bool,
+    ) -> "HogEncoder":
         """Find the principal components of public images' histograms.
 
         Args:

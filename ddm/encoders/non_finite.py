@@ -13,7 +13,9 @@ from ddm.errors import ArchipelagoError
 
 
 def replace_non_finite(
-    rows: Tensor, replacement: float | None, error: Callable[[], ArchipelagoError]
+    rows: Tensor,
+    replacement: float | None,
+    error: Callable[[], ArchipelagoError],
 ) -> Tensor:
     """Return rows whose values are all finite; each row depends on itself alone.
 

@@ -106,7 +106,11 @@ class PublicAutoencoder(nn.Module):
         return images
 
 
-def describe(folder: Path, shape: tuple[int, ...], tile: int) -> tuple[DiffusersKlLatent, Path]:
+def describe(
+    folder: Path,
+    shape: tuple[int, ...],
+    tile: int,
+) -> tuple[DiffusersKlLatent, Path]:
     """Describe the autoencoder in a folder for a plan, from its configuration and the header of its weights.
 
     Args:
@@ -159,7 +163,10 @@ def describe(folder: Path, shape: tuple[int, ...], tile: int) -> tuple[Diffusers
 
 
 def load_public_autoencoder(
-    path: Path, spec: DiffusersKlLatent, shape: tuple[int, ...], **bounds: Any
+    path: Path,
+    spec: DiffusersKlLatent,
+    shape: tuple[int, ...],
+    **bounds: Any,
 ) -> PublicAutoencoder:
     """Build a plan's autoencoder and load its weights, in float32.
 

@@ -45,7 +45,12 @@ class TextEncoder:
         max_tokens: L.
     """
 
-    def __init__(self, net: nn.Module, tokenizer: Any, max_tokens: int) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        tokenizer: Any,
+        max_tokens: int,
+    ) -> None:
         # Frozen: a plan pins its digest, and experts know only its embeddings.
         self.device = device_named()
         self.net = net.eval().requires_grad_(False).to(self.device)

@@ -77,7 +77,12 @@ class TimmEncoder:
         data: the plan's shape and range of images.
     """
 
-    def __init__(self, net: nn.Module, spec: TimmEncoderSpec, data: DataSpec) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        spec: TimmEncoderSpec,
+        data: DataSpec,
+    ) -> None:
         self.net = net.eval().requires_grad_(False)
         self.spec = spec
         self.data = data
@@ -169,7 +174,10 @@ class TimmEncoder:
 
     @classmethod
     def from_tensors(
-        cls, tensors: Mapping[str, Tensor], spec: TimmEncoderSpec, data: DataSpec
+        cls,
+        tensors: Mapping[str, Tensor],
+        spec: TimmEncoderSpec,
+        data: DataSpec,
     ) -> "TimmEncoder":
         """Rebuild the encoder from tensors loaded against `timm_specs`."""
         net = _build(spec.model, len(spec.mean), spec.image_size)
@@ -178,7 +186,11 @@ class TimmEncoder:
 
     @classmethod
     def from_file(
-        cls, model: str, weights: Path, data: DataSpec, image_size: tuple[int, int] | None = None
+        cls,
+        model: str,
+        weights: Path,
+        data: DataSpec,
+        image_size: tuple[int, int] | None = None,
     ) -> "TimmEncoder":
         """Open a network's weights from a local file; tensors beyond it, such as a classifier, are left out.
 
@@ -231,7 +243,11 @@ class TimmEncoder:
 
     @classmethod
     def random(
-        cls, model: str, data: DataSpec, seed: int, image_size: tuple[int, int] | None = None
+        cls,
+        model: str,
+        data: DataSpec,
+        seed: int,
+        image_size: tuple[int, int] | None = None,
     ) -> "TimmEncoder":
         """Build a network with random weights.
 
@@ -308,7 +324,11 @@ def timm_bytes(spec: TimmEncoderSpec) -> int:
     return sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
 
 
-def _build(model: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:
+def _build(
+    model: str,
+    channels: int,
+    image_size: tuple[int, int] | None,
+) -> nn.Module:
     """Build a network without its classifier; the input's size is passed to networks that take it."""
     options: dict[str, Any] = {"num_classes": 0, "in_chans": channels}
     if image_size is None:
@@ -360,7 +380,11 @@ def _one_line(error: Exception) -> str:
 
 
 def _spec(
-    net: nn.Module, model: str, weights: str, image_size: tuple[int, int] | None, channels: int
+    net: nn.Module,
+    model: str,
+    weights: str,
+    image_size: tuple[int, int] | None,
+    channels: int,
 ) -> TimmEncoderSpec:
     """Return timm's data config of this network as a plan states it."""
     from timm.data import resolve_model_data_config
@@ -394,7 +418,11 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return (sum(float(value) for value in values) / len(values),) * channels
 
 
-def _input_channels(model: str, header: Mapping[str, TensorSpec], data: DataSpec) -> int:
+def _input_channels(
+    model: str,
+    header: Mapping[str, TensorSpec],
+    data: DataSpec,
+) -> int:
     """Return the number of channels that the file's first layer takes, after checking the images against it."""
     net = create_model(model, num_classes=0)
     first_layers = net.pretrained_cfg["first_conv"]  # type: ignore[index]

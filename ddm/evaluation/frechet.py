@@ -99,7 +99,12 @@ def transport(a: Moments, b: Moments) -> Transport:
     )
 
 
-def frechet_terms(features_ND: Tensor, own: Moments, other: Moments, map_DD: Tensor) -> Tensor:
+def frechet_terms(
+    features_ND: Tensor,
+    own: Moments,
+    other: Moments,
+    map_DD: Tensor,
+) -> Tensor:
     """Return the derivative of the distance in the direction of each feature, up to a constant.
 
     ``2 (m - m') (x - m) + (x - m)^T (1 - T) (x - m)``, T the optimal map from the features' own Gaussian to the other.
@@ -125,7 +130,11 @@ def frechet_terms(features_ND: Tensor, own: Moments, other: Moments, map_DD: Ten
 
 
 def fid_infinity_of(
-    distance: float, samples_ND: Tensor, reference_MD: Tensor, *, seed: int
+    distance: float,
+    samples_ND: Tensor,
+    reference_MD: Tensor,
+    *,
+    seed: int,
 ) -> float | None:
     """Return FID infinity, from random halves of both sets; None where half a set is too small for its covariance.
 

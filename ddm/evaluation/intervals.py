@@ -34,7 +34,12 @@ class Estimate:
     high: float
 
 
-def bootstrap_estimate(value: float, terms: Sequence[Tensor], *, seed: int) -> Estimate:
+def bootstrap_estimate(
+    value: float,
+    terms: Sequence[Tensor],
+    *,
+    seed: int,
+) -> Estimate:
     """Return the bootstrap percentile interval of a metric whose first-order terms are given.
 
     Args:

@@ -325,7 +325,11 @@ class Yardstick:
         return torch.tensor([group == name for group in self.reference.groups], dtype=torch.bool)
 
     def _notes(
-        self, samples: FeatureSet, sample_silos: ResolvedOrigins | None, *, has_floor: bool
+        self,
+        samples: FeatureSet,
+        sample_silos: ResolvedOrigins | None,
+        *,
+        has_floor: bool,
     ) -> tuple[str, ...]:
         reference = self.feature_set
         dim = samples.features_ND.shape[1]

@@ -41,7 +41,12 @@ class FeatureSet:
     neighbours: SelfComparison
 
     @classmethod
-    def of(cls, features_ND: Tensor, k: int, on_block: BlockReport | None = None) -> "FeatureSet":
+    def of(
+        cls,
+        features_ND: Tensor,
+        k: int,
+        on_block: BlockReport | None = None,
+    ) -> "FeatureSet":
         """Compute moments and neighbours.
 
         Raises:
@@ -147,7 +152,12 @@ def _frechet_metrics(samples: FeatureSet, reference: FeatureSet, seed: int) -> d
     return metrics
 
 
-def measure_floor(reference: FeatureSet, max_images: int, *, seed: int = 0) -> Floor | None:
+def measure_floor(
+    reference: FeatureSet,
+    max_images: int,
+    *,
+    seed: int = 0,
+) -> Floor | None:
     """Measure one half of the reference against the other.
 
     Args:
@@ -173,7 +183,12 @@ def measure_floor(reference: FeatureSet, max_images: int, *, seed: int = 0) -> F
     return Floor(metrics, num=len(first_M), num_reference=len(second_M))
 
 
-def metrics_bytes(num: int, num_reference: int, dim: int, pixels: int) -> int:
+def metrics_bytes(
+    num: int,
+    num_reference: int,
+    dim: int,
+    pixels: int,
+) -> int:
     """Return the bytes that an evaluation takes beside the samples, by its numbers alone.
 
     Args:

@@ -67,7 +67,9 @@ class CrossComparison:
 
 
 def compare_with_itself(
-    features_ND: Tensor, k: int, on_block: BlockReport | None = None
+    features_ND: Tensor,
+    k: int,
+    on_block: BlockReport | None = None,
 ) -> SelfComparison:
     """Compare a set with itself.
 
@@ -183,7 +185,9 @@ def nearest(rows_ND: Tensor, others_MD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest_in_blocks(
-    rows_ND: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int
+    rows_ND: Tensor,
+    blocks: Iterable[tuple[int, Tensor]],
+    k: int,
 ) -> tuple[Tensor, Tensor]:
     """Find each row's k nearest among others that come in blocks and are never held together.
 

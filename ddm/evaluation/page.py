@@ -159,7 +159,9 @@ def write_page(
 
 
 def _sample_sheets(
-    samples: EvaluatedSamples, silos: Sequence[str], draw: Draw
+    samples: EvaluatedSamples,
+    silos: Sequence[str],
+    draw: Draw,
 ) -> list[EvaluationSheet]:
     """Return the first samples of each silo, or of all where silos are not known."""
     if samples.silo_N is None:

@@ -106,7 +106,10 @@ class Reference:
 
     @classmethod
     def of(
-        cls, images: Any, groups: Sequence[object] = (), group_name: str = "labels"
+        cls,
+        images: Any,
+        groups: Sequence[object] = (),
+        group_name: str = "labels",
     ) -> "Reference":
         """Take an array or a tensor, shape (N, ...).
 
@@ -150,7 +153,10 @@ def rows_of_numbers(values: Any, subject: str) -> Tensor:
 
 
 def open_reference(
-    path: Path, spec: DataSpec, by: str | None = None, transform: TransformSpec | None = None
+    path: Path,
+    spec: DataSpec,
+    by: str | None = None,
+    transform: TransformSpec | None = None,
 ) -> Reference:
     """Open the images of a file without reading them; pictures that a transform is for are read.
 

@@ -25,7 +25,12 @@ class ShareError:
     mean_by_chance: float
 
 
-def share_error(silo_N: Tensor, prior: Sequence[float], *, seed: int = 0) -> ShareError:
+def share_error(
+    silo_N: Tensor,
+    prior: Sequence[float],
+    *,
+    seed: int = 0,
+) -> ShareError:
     """Return half the sum of absolute differences between shares and priors, and how far chance alone moves it.
 
     Chance makes the distance larger, never smaller, so the interval is that of the resampled distances, moved by their
@@ -58,7 +63,12 @@ def share_error(silo_N: Tensor, prior: Sequence[float], *, seed: int = 0) -> Sha
     )
 
 
-def _resample_distances(share_S: Tensor, prior_S: Tensor, num: int, seed: int) -> Tensor:
+def _resample_distances(
+    share_S: Tensor,
+    prior_S: Tensor,
+    num: int,
+    seed: int,
+) -> Tensor:
     """Return the distances to the priors of R = DRAWS sets of `num` samples with these shares, shape (R,)."""
     generator = torch.Generator().manual_seed(seed)
     # A multinomial as binomials: each silo gets its part of the samples that the silos before it left.

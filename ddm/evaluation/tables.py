@@ -36,7 +36,9 @@ def interval(estimate: Estimate) -> str:
 
 
 def tables(
-    results: Sequence[tuple[str, Evaluation]], features: Features, layout: TableLayout
+    results: Sequence[tuple[str, Evaluation]],
+    features: Features,
+    layout: TableLayout,
 ) -> str:
     """Return the tables of one or several sets of samples."""
     _, first = results[0]

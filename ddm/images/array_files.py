@@ -152,7 +152,11 @@ def open_images(source: ImageArrays, spec: DataSpec, folder: Path | None) -> Ima
     return _opened(source, partial(fit, spec=spec), spec.shape, folder)
 
 
-def open_latents(source: ImageArrays, shape: tuple[int, ...], folder: Path | None) -> Images:
+def open_latents(
+    source: ImageArrays,
+    shape: tuple[int, ...],
+    folder: Path | None,
+) -> Images:
     """Return the latents of a source, as they are stored, in float32; see `open_images`.
 
     Args:
@@ -181,7 +185,10 @@ def read_images(path: Path, spec: DataSpec) -> "Tensor":
 
 
 def _opened(
-    source: ImageArrays, convert: Convert, shape: tuple[int, ...], folder: Path | None
+    source: ImageArrays,
+    convert: Convert,
+    shape: tuple[int, ...],
+    folder: Path | None,
 ) -> Images:
     if folder is None:
         return _read_whole(source, convert, shape)
@@ -191,7 +198,11 @@ def _opened(
     return StoredImages(array, convert, shape)
 
 
-def _read_whole(source: ImageArrays, convert: Convert, shape: tuple[int, ...]) -> "Tensor":
+def _read_whole(
+    source: ImageArrays,
+    convert: Convert,
+    shape: tuple[int, ...],
+) -> "Tensor":
     import torch
 
     memory_bytes = machine_bytes()
@@ -255,7 +266,9 @@ def _open_folder(path: Path) -> Mapping[str | None, ImageArrays]:
 
 
 def _open_column_files(
-    path: Path, column_files: Callable[[str], tuple[str, ...]], column: str
+    path: Path,
+    column_files: Callable[[str], tuple[str, ...]],
+    column: str,
 ) -> Sequence[EncodedArray]:
     return [npy_array(path / file) for file in column_files(column)]
 

@@ -119,7 +119,10 @@ def _check_many(source: ImageArrays, path: Path) -> None:
 
 
 def _pictures(
-    source: ImageArrays, kind: str, split: str | None, limits: DecodeLimits
+    source: ImageArrays,
+    kind: str,
+    split: str | None,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     if source.name != _IMAGES:
         raise ImageError(Reason.NO_PICTURE, "latents")

@@ -126,7 +126,11 @@ def read_column(source: ImageArrays, name: str) -> NDArray[np.generic]:
     return column
 
 
-def check_length(name: str, shape: tuple[int, ...], num: int) -> None:
+def check_length(
+    name: str,
+    shape: tuple[int, ...],
+    num: int,
+) -> None:
     """Refuse a column without one entry for each of so many images.
 
     Raises:

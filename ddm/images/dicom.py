@@ -106,7 +106,11 @@ def read(
 
 
 def _volume(
-    frames: list[Frame], order: list[int], matrix: NDArray[np.float64], *, is_inverted: bool
+    frames: list[Frame],
+    order: list[int],
+    matrix: NDArray[np.float64],
+    *,
+    is_inverted: bool,
 ) -> Picture:
     """Return the volume that frames make, each at its place.
 

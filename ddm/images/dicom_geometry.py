@@ -181,7 +181,12 @@ def is_of_head(tags: Any) -> bool | None:
     return names_head(part)
 
 
-def slice_of(tags: Any, number: int, picture: Picture, head: bool | None) -> SliceLocation | None:
+def slice_of(
+    tags: Any,
+    number: int,
+    picture: Picture,
+    head: bool | None,
+) -> SliceLocation | None:
     """Return which scan an image is a slice of, where that may be of a head; None of other images and parts.
 
     Where nothing names a part of the body, the slices' places must tell how large what they show is.

@@ -374,7 +374,11 @@ def _cells(data: Any, pixel_format: PixelFormat, bit_offset: int = 0) -> NDArray
     return cells.reshape(rows, columns, pixel_format.samples)
 
 
-def _without_subsampling(cells: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.uint8]:
+def _without_subsampling(
+    cells: NDArray[np.uint8],
+    rows: int,
+    columns: int,
+) -> NDArray[np.uint8]:
     """Return (H, W, 3) of two luminances, one CB and one CR for each two columns (PS3.3 C.7.6.3.1.2)."""
     quadruples = cells.reshape(rows, columns // 2, 4)
     ybr = np.empty((rows, columns, 3), np.uint8)
@@ -660,7 +664,9 @@ def _is_ybr(code_stream: CodeStream, pixel_format: PixelFormat) -> bool:
 
 
 def _frame_of_samples(
-    samples: NDArray[np.generic], code_stream: CodeStream, pixel_format: PixelFormat
+    samples: NDArray[np.generic],
+    code_stream: CodeStream,
+    pixel_format: PixelFormat,
 ) -> StoredFrame:
     """Return the stored values of a decoded code stream.
 

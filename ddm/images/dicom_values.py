@@ -63,7 +63,12 @@ class Frame:
         return replace(self.picture, values=filled)
 
 
-def frame_of(tags: Any, number: int, stored: StoredFrame, pixel_format: PixelFormat) -> Frame:
+def frame_of(
+    tags: Any,
+    number: int,
+    stored: StoredFrame,
+    pixel_format: PixelFormat,
+) -> Frame:
     """Return one frame in the values that the file means.
 
     Raises:
@@ -227,7 +232,10 @@ def _rescaling(tags: Any, number: int) -> Bounds:
 
 
 def _rescaled(
-    values: NDArray[Any], slope: float, intercept: float, bounds: tuple[int, int] | None
+    values: NDArray[Any],
+    slope: float,
+    intercept: float,
+    bounds: tuple[int, int] | None,
 ) -> NDArray[np.generic]:
     """Return slope * values + intercept: whole numbers in the smallest type that holds them, else float32."""
     if (slope, intercept) == (1.0, 0.0):
@@ -241,7 +249,10 @@ def _rescaled(
 
 
 def _type_of_result(
-    values: NDArray[Any], bounds: tuple[int, int] | None, slope: int, intercept: int
+    values: NDArray[Any],
+    bounds: tuple[int, int] | None,
+    slope: int,
+    intercept: int,
 ) -> type[Any] | None:
     """Return the smallest type that holds all results; None where 32 bits do not."""
     kind = None
@@ -255,7 +266,10 @@ def _type_of_result(
 
 
 def _rescaled_whole(
-    values: NDArray[Any], kind: type[Any], slope: int, intercept: int
+    values: NDArray[Any],
+    kind: type[Any],
+    slope: int,
+    intercept: int,
 ) -> NDArray[np.generic]:
     limits = np.iinfo(kind)
     if abs(slope) != 1 or not limits.min <= intercept <= limits.max:
@@ -270,7 +284,10 @@ def _rescaled_whole(
 
 
 def _smallest_type(
-    item_bytes: int, extremes: tuple[int, int], slope: int, intercept: int
+    item_bytes: int,
+    extremes: tuple[int, int],
+    slope: int,
+    intercept: int,
 ) -> type[Any] | None:
     ends = (extremes[0] * slope + intercept, extremes[1] * slope + intercept)
     for kind in (np.uint8, np.uint16, np.int16, np.int32):
@@ -348,7 +365,10 @@ class LookupTable:
 
 
 def _table_of(
-    item: Any, descriptor_keyword: str, data_keyword: str, is_signed: bool
+    item: Any,
+    descriptor_keyword: str,
+    data_keyword: str,
+    is_signed: bool,
 ) -> LookupTable:
     """Return a table whose descriptor and data agree (PS3.3 C.11.1.1 and C.7.6.3.1.5)."""
     descriptor = words_of(item, descriptor_keyword)
@@ -373,7 +393,12 @@ def _table_of(
     return LookupTable(entries, first, bits)
 
 
-def _table_entries(item: Any, keyword: str, num_entries: int, bits: int) -> NDArray[Any]:
+def _table_entries(
+    item: Any,
+    keyword: str,
+    num_entries: int,
+    bits: int,
+) -> NDArray[Any]:
     """Return entries in words of 16 bits, or in bytes where the length of the data shows it."""
     element = item.get_item(tag_of(keyword))
     value = None
@@ -400,7 +425,10 @@ def _table_entries(item: Any, keyword: str, num_entries: int, bits: int) -> NDAr
 
 
 def _through_palette(
-    tags: Any, values: NDArray[Any], pixel_format: PixelFormat, spacing: Bounds | None
+    tags: Any,
+    values: NDArray[Any],
+    pixel_format: PixelFormat,
+    spacing: Bounds | None,
 ) -> Picture:
     tables = [_palette_table(tags, colour, pixel_format.signed) for colour in _COLOURS]
     if len({(len(table.entries), table.first, table.bits) for table in tables}) > 1:

@@ -55,7 +55,9 @@ def names_head(text: str) -> bool:
 
 
 def may_show_face(
-    sides: Sequence[int], extents_mm: Sequence[float] | None, is_head: bool | None
+    sides: Sequence[int],
+    extents_mm: Sequence[float] | None,
+    is_head: bool | None,
 ) -> bool:
     """Whether a face may be visible in a volume; if the file says too little to know, it may.
 

@@ -156,7 +156,12 @@ class DataSet:
         return remarks
 
 
-def find_data(path: Path, columns: Columns | None = None, *, outside: bool = False) -> DataSet:
+def find_data(
+    path: Path,
+    columns: Columns | None = None,
+    *,
+    outside: bool = False,
+) -> DataSet:
     """Decide what is at a path.
 
     Args:

@@ -17,7 +17,11 @@ _TOLERANCE = 1e-5  # beyond the ends of a range, for rounding by the program tha
 _CHANNELS_LAST = "Put the channels first: np.moveaxis(images, -1, 1)."
 
 
-def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpec) -> None:
+def check_row(
+    dtype: np.dtype[np.generic],
+    shape: tuple[int, ...],
+    spec: DataSpec,
+) -> None:
     """Refuse, by its header, an array that cannot hold images of this shape.
 
     Raises:
@@ -32,7 +36,12 @@ def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpe
         raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
 
 
-def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> "Tensor":
+def fit(
+    array: NDArray[np.generic],
+    rows: Rows,
+    *,
+    spec: DataSpec,
+) -> "Tensor":
     """Convert stored rows into images of the plan's range; whole numbers are spread over it by their type's range.
 
     Args:

@@ -57,7 +57,10 @@ def fitting_size(extent: Sequence[float], shape: Sides) -> Sides:
 
 
 def resampled_size(
-    spec: TransformSpec, sides: Sides, spacing: tuple[float, ...] | None, shape: Sides
+    spec: TransformSpec,
+    sides: Sides,
+    spacing: tuple[float, ...] | None,
+    shape: Sides,
 ) -> Sides:
     """Return the sides to which a picture is resampled before it is cut and padded; arithmetic alone.
 
@@ -86,7 +89,10 @@ def resampled_size(
 
 
 def _resampled_size(
-    spec: TransformSpec, extent: Sequence[float], sides: Sides, shape: Sides
+    spec: TransformSpec,
+    extent: Sequence[float],
+    sides: Sides,
+    shape: Sides,
 ) -> Sides:
     match spec.fit:
         case CropFit():
@@ -157,7 +163,11 @@ def padded(values: Floats, shape: Sides, value: float) -> Floats:
     return result
 
 
-def content_of(values: Floats, content: Content, target: tuple[float, float]) -> Floats:
+def content_of(
+    values: Floats,
+    content: Content,
+    target: tuple[float, float],
+) -> Floats:
     """Cut (C, ...) to the box of what is brighter than the threshold in any channel.
 
     Args:
@@ -191,7 +201,9 @@ def axis_of(slices: Slices) -> int:
 
 
 def slices_of(
-    values: Floats, slices: Slices, spacing: tuple[float, ...] | None
+    values: Floats,
+    slices: Slices,
+    spacing: tuple[float, ...] | None,
 ) -> Iterator[tuple[Floats, tuple[float, ...] | None]]:
     """Yield slices of a volume (C, D, H, W) as images upright on a screen, each with the spacing of its sides."""
     axis = axis_of(slices)

@@ -111,7 +111,9 @@ def numeric_order(suffixes: Sequence[str]) -> list[str] | None:
 
 
 def _columns_of_parts(
-    stems: Collection[str], order: Sequence[str], images: str
+    stems: Collection[str],
+    order: Sequence[str],
+    images: str,
 ) -> dict[str, tuple[str, ...]]:
     """Return the files of each column: that of the whole array first, then those of parts, in the order of the parts.
 

@@ -240,7 +240,10 @@ class ParquetTable:
         return kinds[0]
 
     def _batches(
-        self, names: Sequence[str], num: int, dictionaries: Sequence[str] = ()
+        self,
+        names: Sequence[str],
+        num: int,
+        dictionaries: Sequence[str] = (),
     ) -> Iterator[Any]:
         """Yield some rows of some columns at a time; what a row group takes in memory is looked at first."""
         for path in self.files:
@@ -411,7 +414,10 @@ def _shape_of_first(column: Any) -> tuple[int, ...]:
 
 
 def _pictures(
-    column: Any, dtype: np.dtype[np.generic], shape: tuple[int, ...], first: int
+    column: Any,
+    dtype: np.dtype[np.generic],
+    shape: tuple[int, ...],
+    first: int,
 ) -> NDArray[np.generic]:
     import pyarrow as pa
 
@@ -441,7 +447,10 @@ def _pictures(
 
 
 def _check_lengths(
-    lengths_B: NDArray[np.integer[Any]], side: int, first: int, lists_per_row: int
+    lengths_B: NDArray[np.integer[Any]],
+    side: int,
+    first: int,
+    lists_per_row: int,
 ) -> None:
     """Refuse lists of another length than in the first row, by the number of their row."""
     wrong_B = np.flatnonzero(lengths_B != side)

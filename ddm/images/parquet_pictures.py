@@ -57,7 +57,11 @@ def read_encoded(
             yield error
 
 
-def _text(cell: Any, field: str, classes: Sequence[str] | None) -> str | None:
+def _text(
+    cell: Any,
+    field: str,
+    classes: Sequence[str] | None,
+) -> str | None:
     """Return a cell as text.
 
     Raises:

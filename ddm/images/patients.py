@@ -76,7 +76,9 @@ def similar(identifier: str, rule: PatientRule = "spelling") -> str:
 
 
 def pseudonyms(
-    identifier: str | None, key: bytes, rule: PatientRule = "spelling"
+    identifier: str | None,
+    key: bytes,
+    rule: PatientRule = "spelling",
 ) -> tuple[str, str] | None:
     """Return the pseudonym of a patient, and one that identifiers of like spelling share; None of nobody.
 
@@ -101,7 +103,11 @@ def order_key(salt: bytes) -> bytes:
     return hmac.digest(salt, b"order of patients", "sha256")
 
 
-def order_of(identifier: str | None, key: bytes, rule: PatientRule = "spelling") -> str | None:
+def order_of(
+    identifier: str | None,
+    key: bytes,
+    rule: PatientRule = "spelling",
+) -> str | None:
     """Return a keyed digest of a patient's identifier that puts patients into a secret order; None of nobody."""
     text = (identifier or "").strip()
     if is_missing(text):

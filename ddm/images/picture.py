@@ -119,7 +119,11 @@ class DecodedPicture(Picture):
 
     @classmethod
     def of(
-        cls, picture: Picture, flags: frozenset[Flag] = frozenset(), kind: str = "", **others: Any
+        cls,
+        picture: Picture,
+        flags: frozenset[Flag] = frozenset(),
+        kind: str = "",
+        **others: Any,
     ) -> Self:
         """Return a picture together with its flags, the format of its file, and other fields by name."""
         return cls(

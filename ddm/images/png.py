@@ -159,7 +159,11 @@ def _samples(header: _PngHeader, chunks: dict[bytes, list[bytes]]) -> NDArray[An
     return samples
 
 
-def _unpacked(header: _PngHeader, packed: bytes, raw_mode: str | None = None) -> NDArray[Any]:
+def _unpacked(
+    header: _PngHeader,
+    packed: bytes,
+    raw_mode: str | None = None,
+) -> NDArray[Any]:
     """Unpack, unfilter and deinterlace with Pillow, which also reads a raw mode other than the header's."""
     fields = (header.width, header.height, header.depth, header.colour, 0, 0, header.interlace)
     file = _SIGNATURE + _chunk(b"IHDR", struct.pack(">IIBBBBB", *fields))
@@ -187,7 +191,9 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def _colours(
-    header: _PngHeader, samples: NDArray[Any], chunks: dict[bytes, list[bytes]]
+    header: _PngHeader,
+    samples: NDArray[Any],
+    chunks: dict[bytes, list[bytes]],
 ) -> NDArray[Any]:
     """Return greys or RGB, transparency laid over black; 1, 2 and 4 bits are spread over 0 to 255."""
     transparency = chunks.get(b"tRNS", [None])[0]

@@ -84,7 +84,10 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
 
 
 def _write(
-    cells: Sequence[Floats], cells_of_picture: int, lines: Sequence[str], path: Path
+    cells: Sequence[Floats],
+    cells_of_picture: int,
+    lines: Sequence[str],
+    path: Path,
 ) -> None:
     """Arrange the cells in a grid below lines of text, those of one picture side by side."""
     pictures_in_row = ceil(sqrt(len(cells)) / cells_of_picture)

@@ -153,7 +153,11 @@ def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def _remedy(use: RangeUse, value_range: tuple[float, float], kind: ValueKind) -> str:
+def _remedy(
+    use: RangeUse,
+    value_range: tuple[float, float],
+    kind: ValueKind,
+) -> str:
     begin, end = value_range
     if kind is ValueKind.FLOATS:
         return (

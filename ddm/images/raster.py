@@ -115,7 +115,11 @@ def swaps_sides(orientation: int) -> bool:
     return orientation in (5, 6, 7, 8)
 
 
-def over_black(colours: NDArray[Any], alpha: NDArray[Any], top: int) -> NDArray[Any]:
+def over_black(
+    colours: NDArray[Any],
+    alpha: NDArray[Any],
+    top: int,
+) -> NDArray[Any]:
     """Lay colours over black, rounded to the nearest: what is transparent becomes invisible.
 
     Args:
@@ -141,7 +145,9 @@ def rgb_of_inks(inks: NDArray[Any], top: int) -> NDArray[Any]:
 
 
 def spacing_of(
-    per_row: float, per_column: float, unit_mm: float | None
+    per_row: float,
+    per_column: float,
+    unit_mm: float | None,
 ) -> tuple[float, float] | None:
     """Return the spacing of pixels that are not square; None for square ones, whose resolution is that of a screen.
 

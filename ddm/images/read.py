@@ -29,7 +29,9 @@ _KEY_BYTES = 32
 
 
 def read_pictures(
-    path: Path | str, columns: Columns | None = None, limits: DecodeLimits | None = None
+    path: Path | str,
+    columns: Columns | None = None,
+    limits: DecodeLimits | None = None,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures at a path; what cannot be read comes as its error, and the next ones follow.
 
@@ -277,7 +279,10 @@ class PictureReader:
 
 
 def _named_picture(
-    name: str, picture: Picture, record: PictureRecord, row: TableRow | None
+    name: str,
+    picture: Picture,
+    record: PictureRecord,
+    row: TableRow | None,
 ) -> NamedPicture:
     """Return a picture with its label and caption; what a table says takes precedence over its file."""
     label = record.label

@@ -93,7 +93,9 @@ class PictureRecord(Model):
 
 
 def record_of(
-    picture: DecodedPicture, key: bytes, patient_rule: PatientRule = "spelling"
+    picture: DecodedPicture,
+    key: bytes,
+    patient_rule: PatientRule = "spelling",
 ) -> PictureRecord:
     """Return the record of a picture; its patient becomes a pseudonym here, in the process that decoded it.
 
@@ -187,7 +189,11 @@ def _cell_indices(height: int, width: int) -> NDArray[np.intp]:
     return np.ascontiguousarray(indices_by_cell)
 
 
-def fingerprint(purpose: bytes, parts: Iterable[bytes | memoryview], key: bytes) -> str:
+def fingerprint(
+    purpose: bytes,
+    parts: Iterable[bytes | memoryview],
+    key: bytes,
+) -> str:
     """Return 32 hexadecimal digits that are equal for equal contents; they never leave the site.
 
     Poly1305 takes a tenth of the time of SHA-256. With one key for all it is no authenticator, but it is a universal

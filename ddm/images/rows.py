@@ -214,7 +214,12 @@ class StoredImages(_Lazy):
         shape: of one image, once it is converted.
     """
 
-    def __init__(self, array: StoredArray, convert: Convert, shape: Sequence[int]) -> None:
+    def __init__(
+        self,
+        array: StoredArray,
+        convert: Convert,
+        shape: Sequence[int],
+    ) -> None:
         self.array = array
         self.convert = convert
         self.shape = (array.shape[0], *shape)
@@ -233,7 +238,10 @@ class Derived(_Lazy):
     """
 
     def __init__(
-        self, images: Images, convert: "Callable[[Tensor], Tensor]", shape: Sequence[int]
+        self,
+        images: Images,
+        convert: "Callable[[Tensor], Tensor]",
+        shape: Sequence[int],
     ) -> None:
         self.images = images
         self.convert = convert
@@ -306,7 +314,11 @@ def blocks(images: Images, *, size: int | None = None) -> "Iterator[tuple[int, T
         yield start, images[start : start + size]
 
 
-def rows_of(num_bytes: int, shape: Sequence[int], itemsize: int = 4) -> int:
+def rows_of(
+    num_bytes: int,
+    shape: Sequence[int],
+    itemsize: int = 4,
+) -> int:
     """Return how many rows of a shape so many bytes hold, at least 1."""
     return max(1, num_bytes // max(1, prod(shape) * itemsize))
 
@@ -321,7 +333,10 @@ def feed(update: Callable[[memoryview], object], images: Images) -> None:
 
 
 def write_rows(
-    handle: "Writable", shape: Sequence[int], dtype: np.dtype[np.generic], rows: Iterable[object]
+    handle: "Writable",
+    shape: Sequence[int],
+    dtype: np.dtype[np.generic],
+    rows: Iterable[object],
 ) -> None:
     """Write an npy file from blocks of rows, in C order.
 

@@ -124,7 +124,9 @@ class StoredCohort:
 
 
 def find_cohort(
-    folder: Path, inputs: Iterable[object], transform: Transform
+    folder: Path,
+    inputs: Iterable[object],
+    transform: Transform,
 ) -> StoredCohort | None:
     """Return the cohort that was made of these inputs, None if there is none; one made of other inputs is removed.
 
@@ -177,13 +179,19 @@ def store_cohort(
 
 
 def _cohort_path(
-    folder: Path, inputs: Iterable[object], transform: Transform
+    folder: Path,
+    inputs: Iterable[object],
+    transform: Transform,
 ) -> AbstractContextManager[Path]:
     return unpacked_path(folder, ["cohort", transform.recipe, *inputs])
 
 
 def _write_cohort(
-    handle: BinaryIO, table_path: Path, transform: Transform, items: Iterable[Item], max_images: int
+    handle: BinaryIO,
+    table_path: Path,
+    transform: Transform,
+    items: Iterable[Item],
+    max_images: int,
 ) -> None:
     """Write the array and, before it gets its name, the table.
 

@@ -144,7 +144,9 @@ class FolderTable:
 
 
 def find_folder_table(
-    folder: Path, columns: Columns, is_inside: Callable[[str], bool]
+    folder: Path,
+    columns: Columns,
+    is_inside: Callable[[str], bool],
 ) -> FolderTable:
     """Return the table of the files below a folder: volumes.csv, else the one CSV whose paths lead to files there.
 

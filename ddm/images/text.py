@@ -202,7 +202,10 @@ def _may_hold_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange)
 
 
 def _sharp_steps(
-    grey_HW: NDArray[np.generic], min_step: float, value_range: ValueRange, axis: int
+    grey_HW: NDArray[np.generic],
+    min_step: float,
+    value_range: ValueRange,
+    axis: int,
 ) -> NDArray[np.bool_]:
     """Return where neighbours along an axis differ by more than a step."""
     # The difference of two values must not wrap around.
@@ -215,7 +218,9 @@ def _sharp_steps(
 
 
 def _busy_rows(
-    rows_HW: NDArray[np.generic], min_step: float, value_range: ValueRange
+    rows_HW: NDArray[np.generic],
+    min_step: float,
+    value_range: ValueRange,
 ) -> NDArray[np.intp]:
     """Return the rows with about as many edges as a line of text has; most images have none, and end here."""
     sharp_HW = _sharp_steps(rows_HW, min_step, value_range, axis=1)
@@ -333,7 +338,9 @@ def _lines(sharp_HW: NDArray[np.bool_], by_chance: float) -> Iterator[TextLine]:
 
 
 def _line_of_height(
-    integral_HW: NDArray[np.int32], height: int, by_chance: float
+    integral_HW: NDArray[np.int32],
+    height: int,
+    by_chance: float,
 ) -> TextLine | None:
     """Return the strongest line of this height, where there is one that is worth a look.
 
@@ -376,7 +383,10 @@ def _line_of_height(
 
 
 def _edges_in_strips(
-    integral_HW: NDArray[np.int32], top_N: NDArray[np.intp], left_N: NDArray[np.intp], length: int
+    integral_HW: NDArray[np.int32],
+    top_N: NDArray[np.intp],
+    left_N: NDArray[np.intp],
+    length: int,
 ) -> NDArray[np.int32]:
     """Return how many edges lie in strips of quiet rows, by the upper left corners of these in the integral image."""
     bottom_N = top_N + _QUIET_ROWS

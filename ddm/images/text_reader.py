@@ -46,7 +46,11 @@ def reader_path() -> str | None:
 
 
 def reads_letters(
-    grey_HW: NDArray[np.generic], top: int, left: int, height: int, length: int
+    grey_HW: NDArray[np.generic],
+    top: int,
+    left: int,
+    height: int,
+    length: int,
 ) -> bool:
     """Return whether tesseract reads a word in a part of an image; False where it is not installed.
 

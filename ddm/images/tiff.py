@@ -197,7 +197,11 @@ def _is_reduced(page: tifffile.TiffPage) -> bool:
     return page.is_reduced
 
 
-def _note_metadata(file: tifffile.TiffFile, page: tifffile.TiffPage, metadata: Metadata) -> None:
+def _note_metadata(
+    file: tifffile.TiffFile,
+    page: tifffile.TiffPage,
+    metadata: Metadata,
+) -> None:
     """Look for what a person must know of, and refuse further images that are not in the list of pages."""
     if page.imagedepth != 1:
         raise ImageError(Reason.UNSUPPORTED, "ImageDepth: a volume in one page")
@@ -257,7 +261,10 @@ def _check_stack(first: tifffile.TiffPage, num_pages: int) -> None:
 
 
 def _picture(
-    page: tifffile.TiffPage, kind: str, limits: DecodeLimits, metadata: Metadata
+    page: tifffile.TiffPage,
+    kind: str,
+    limits: DecodeLimits,
+    metadata: Metadata,
 ) -> DecodedPicture:
     check_page(page, limits)
     num_colours = NUM_COLOURS[page.photometric]

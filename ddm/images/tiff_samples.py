@@ -195,7 +195,10 @@ def _packed_segments(page: tifffile.TiffPage) -> Iterator[bytes]:
 
 
 def _decompressed(
-    page: tifffile.TiffPage, compression: int, data: bytes, shape: tuple[int, ...]
+    page: tifffile.TiffPage,
+    compression: int,
+    data: bytes,
+    shape: tuple[int, ...],
 ) -> bytes:
     """Return the bytes of a strip or tile of this shape (1, H, W, S), which may be packed with more rows."""
     row_bytes = ceil(shape[2] * shape[3] * page.bitspersample / 8)
@@ -218,7 +221,11 @@ def _decompressed(
     return data[:size]
 
 
-def _of_jpeg(page: tifffile.TiffPage, data: bytes, shape: tuple[int, ...]) -> NDArray[Any]:
+def _of_jpeg(
+    page: tifffile.TiffPage,
+    data: bytes,
+    shape: tuple[int, ...],
+) -> NDArray[Any]:
     """Return the samples of a strip or tile that is a stream of JPEG: TIFF Technical Note 2."""
     if page.jpegtables:
         # The tables end with an end of image and the data begin with a start of image: without the two, both are one

@@ -76,7 +76,11 @@ class Transform:
     """
 
     def __init__(
-        self, spec: TransformSpec, data: DataSpec, *, max_bytes: int | None = None
+        self,
+        spec: TransformSpec,
+        data: DataSpec,
+        *,
+        max_bytes: int | None = None,
     ) -> None:
         misfit = spec.misfit(data)
         if misfit:
@@ -232,7 +236,10 @@ class Transform:
             )
 
     def _fit(
-        self, values: Floats, spacing: tuple[float, ...] | None, num_values_before: int
+        self,
+        values: Floats,
+        spacing: tuple[float, ...] | None,
+        num_values_before: int,
     ) -> Floats:
         """Bring a picture to the plan's shape; `num_values_before` is its size before its content was cut out."""
         shape = self.data.shape[1:]
@@ -256,7 +263,9 @@ class Transform:
 
 
 def with_channels(
-    values: NDArray[np.generic], spec: TransformSpec, num_channels: int
+    values: NDArray[np.generic],
+    spec: TransformSpec,
+    num_channels: int,
 ) -> NDArray[np.generic]:
     """Return the channels that the plan requires.
 
@@ -299,7 +308,9 @@ def _remedy(num_found: int, num_channels: int) -> str | None:
 
 
 def bounds(
-    values: NDArray[np.generic], picture: Picture, spec: TransformSpec
+    values: NDArray[np.generic],
+    picture: Picture,
+    spec: TransformSpec,
 ) -> tuple[float, float]:
     """Return the two values that become the ends of the plan's range.
 
@@ -358,7 +369,10 @@ def _range_bounds(
 
 
 def mapped(
-    values: NDArray[np.generic], low: float, high: float, target: tuple[float, float]
+    values: NDArray[np.generic],
+    low: float,
+    high: float,
+    target: tuple[float, float],
 ) -> NDArray[np.float32]:
     """Map `low` and `high` to the ends of `target`, linearly, and clip values beyond; in double precision.
 

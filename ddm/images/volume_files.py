@@ -30,7 +30,11 @@ def read_header(content: FileContent, size: int) -> bytes:
 
 
 def read_volumes(
-    content: FileContent, start: int, shape: tuple[int, ...], kind: np.dtype[Any], num: int
+    content: FileContent,
+    start: int,
+    shape: tuple[int, ...],
+    kind: np.dtype[Any],
+    num: int,
 ) -> Iterator[NDArray[Any]]:
     """Yield volumes that follow each other in a file, one in memory at a time.
 
@@ -123,7 +127,9 @@ def picture_of_volume(
 
 
 def bounds_of(
-    kind: np.dtype[Any], slope: float = 1.0, intercept: float = 0.0
+    kind: np.dtype[Any],
+    slope: float = 1.0,
+    intercept: float = 0.0,
 ) -> tuple[float, float] | None:
     """Return the bounds of whole numbers of 8 or 16 bits, rescaled; None for other types."""
     if kind.kind not in "iu" or kind.itemsize > 2:

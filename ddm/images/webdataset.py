@@ -180,7 +180,11 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
 
 
 def _add(
-    sample: _Sample, suffix: str, archive: "_Archive", member: tarfile.TarInfo, limits: DecodeLimits
+    sample: _Sample,
+    suffix: str,
+    archive: "_Archive",
+    member: tarfile.TarInfo,
+    limits: DecodeLimits,
 ) -> None:
     """Take what a member holds into its sample."""
     is_image = suffix.endswith(_IMAGE_SUFFIXES)

@@ -67,7 +67,10 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _answer_request(
-    request: Mapping[str, Any], limits: DecodeLimits, secrets: _Secrets, answers: IO[bytes]
+    request: Mapping[str, Any],
+    limits: DecodeLimits,
+    secrets: _Secrets,
+    answers: IO[bytes],
 ) -> dict[str, Any]:
     """Answer with each picture of a file; return the answer about its end."""
     digest = ""
@@ -117,7 +120,11 @@ def _answer_picture(
     _write(answers, json.dumps(answer).encode(), picture.values.reshape(-1).view("u1").data)
 
 
-def _write(answers: IO[bytes], data: bytes, values: memoryview | None = None) -> None:
+def _write(
+    answers: IO[bytes],
+    data: bytes,
+    values: memoryview | None = None,
+) -> None:
     num_value_bytes = 0
     if values is not None:
         num_value_bytes = values.nbytes

@@ -69,7 +69,9 @@ def build_expert(
 
 
 def expected_tensors(
-    architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()
+    architecture: Architecture,
+    shape: Sequence[int],
+    condition: Condition = NoCondition(),
 ) -> dict[str, TensorSpec]:
     """Name every tensor that this architecture's weights must consist of, without allocating any.
 
@@ -81,7 +83,9 @@ def expected_tensors(
 
 @lru_cache(maxsize=32)
 def network_size(
-    architecture: Architecture, shape: Shape, condition: Condition = NoCondition()
+    architecture: Architecture,
+    shape: Shape,
+    condition: Condition = NoCondition(),
 ) -> NetworkSize:
     """Return how large an expert is, without allocating it; sizes that no machine has are counted as well.
 
@@ -92,7 +96,9 @@ def network_size(
 
 
 def empty_expert(
-    architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()
+    architecture: Architecture,
+    shape: Sequence[int],
+    condition: Condition = NoCondition(),
 ) -> ExpertNetwork:
     """Build an expert on the meta device, without memory for its weights, which the caller assigns.
 
@@ -155,7 +161,9 @@ def training_flops(
 
 @lru_cache(maxsize=32)
 def count_flops(
-    architecture: Architecture, shape: Shape, condition: Condition = NoCondition()
+    architecture: Architecture,
+    shape: Shape,
+    condition: Condition = NoCondition(),
 ) -> tuple[int, int]:
     """Return the operations of one sample: of evaluating it, and of evaluation and gradient together.
 
@@ -179,7 +187,9 @@ def count_flops(
 
 
 def _on_meta(
-    architecture: Architecture, shape: Sequence[int], condition: Condition
+    architecture: Architecture,
+    shape: Sequence[int],
+    condition: Condition,
 ) -> ExpertNetwork:
     # Under the context, what a network computes when it is built, such as positions, takes no memory either. The bounds
     # of a document keep every size within the range of torch's counters.

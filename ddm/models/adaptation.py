@@ -38,7 +38,12 @@ class LoraLinear(nn.Module):
         Hu et al. 2021, arXiv 2106.09685.
     """
 
-    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(
+        self,
+        frozen: nn.Linear,
+        rank: int,
+        alpha: float,
+    ) -> None:
         super().__init__()
         self.frozen = frozen.requires_grad_(False)
         self.scale = alpha / rank
@@ -54,7 +59,12 @@ class LoraLinear(nn.Module):
         return out
 
 
-def adapt(expert: nn.Module, adaptation: Adaptation, *, seed: int) -> nn.Module:
+def adapt(
+    expert: nn.Module,
+    adaptation: Adaptation,
+    *,
+    seed: int,
+) -> nn.Module:
     """Prepare an expert for training: only the weights that the adaptation names require a gradient.
 
     Args:
@@ -85,7 +95,10 @@ def adapt(expert: nn.Module, adaptation: Adaptation, *, seed: int) -> nn.Module:
 
 
 def num_added_parameters(
-    adaptation: Adaptation, architecture: Architecture, shape: tuple[int, ...], condition: Condition
+    adaptation: Adaptation,
+    architecture: Architecture,
+    shape: tuple[int, ...],
+    condition: Condition,
 ) -> int:
     """Return how many numbers an adaptation adds to an expert: those of a low-rank one, without allocating them."""
     if not isinstance(adaptation, LoraAdaptation):

@@ -16,7 +16,12 @@ _INITIAL_DEVIATION = 0.02
 class ClassEmbedding(nn.Module):
     """One vector per class, and one for the null condition."""
 
-    def __init__(self, condition: ClassCondition, hidden: int, device: str | None = None) -> None:
+    def __init__(
+        self,
+        condition: ClassCondition,
+        hidden: int,
+        device: str | None = None,
+    ) -> None:
         super().__init__()
         # Row 0 is the null condition, so that a class beyond the last has no row and is refused.
         self.table = nn.Embedding(1 + condition.num_classes, hidden, device=device)
@@ -32,7 +37,11 @@ class ClassEmbedding(nn.Module):
         return torch.as_tensor(self.table(class_rows(c_B, num, self.table.weight.device)))
 
 
-def class_rows(c_B: Tensor | None, num: int, device: torch.device) -> Tensor:
+def class_rows(
+    c_B: Tensor | None,
+    num: int,
+    device: torch.device,
+) -> Tensor:
     """Return each sample's row in a table whose first row is the null condition.
 
     Raises:
@@ -67,7 +76,12 @@ class TextTokens(NamedTuple):
 class TextEmbedding(nn.Module):
     """Text tokens at the network's width; a learned token replaces a missing text."""
 
-    def __init__(self, condition: TextCondition, hidden: int, device: str | None = None) -> None:
+    def __init__(
+        self,
+        condition: TextCondition,
+        hidden: int,
+        device: str | None = None,
+    ) -> None:
         super().__init__()
         self.condition = condition
         self.null = nn.Parameter(torch.zeros(hidden, device=device))
@@ -119,7 +133,12 @@ def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
 class CrossAttention(nn.Module):
     """Cross-attention from image tokens to text tokens; at initialisation its output is zero."""
 
-    def __init__(self, hidden: int, heads: int, device: str | None = None) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        device: str | None = None,
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(hidden, hidden, device=device)

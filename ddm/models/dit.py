@@ -112,7 +112,12 @@ class DitNetwork(ExpertNetwork):
         self.widest_output = max(sum(self.modulation_widths), MLP_RATIO * hidden * rows * columns)
 
     def forward(
-        self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None
+        self,
+        x_BCHW: Tensor,
+        t_B: Tensor,
+        c: Tensor | None = None,
+        *,
+        kept_BM: Tensor | None = None,
     ) -> Tensor:
         """Return the prediction at (x, t).
 
@@ -136,7 +141,11 @@ class DitNetwork(ExpertNetwork):
         return images_of(patches, self.shape, self.patch)
 
     def tokens(
-        self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, kept_BM: Tensor | None = None
+        self,
+        x_BCHW: Tensor,
+        t_B: Tensor,
+        c: Tensor | None = None,
+        kept_BM: Tensor | None = None,
     ) -> Tensor:
         """Return the tokens that the head reads, shape (B, N, D) or (B, M, D); see `forward`."""
         check_input(x_BCHW, t_B, self.shape)
@@ -197,7 +206,11 @@ class DitBlock(nn.Module):
     """Self-attention, cross-attention to a text if there is one, and a two-layer network, on the residual stream."""
 
     def __init__(
-        self, architecture: Dit, device: str | None = None, *, reads_text: bool = False
+        self,
+        architecture: Dit,
+        device: str | None = None,
+        *,
+        reads_text: bool = False,
     ) -> None:
         super().__init__()
         hidden = architecture.hidden
@@ -210,7 +223,12 @@ class DitBlock(nn.Module):
         self.norms = nn.ModuleList(HeadNorm(hidden // self.heads, device) for _ in range(num_norms))
         self.reader = CrossAttention(hidden, self.heads, device) if reads_text else None
 
-    def forward(self, h_BND: Tensor, modulation: Tensor, text: TextTokens | None = None) -> Tensor:
+    def forward(
+        self,
+        h_BND: Tensor,
+        modulation: Tensor,
+        text: TextTokens | None = None,
+    ) -> Tensor:
         """Return the tokens after this block; `modulation` is its six (B, 1, D) parts side by side."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(
             _BLOCK_MODULATIONS, -1

@@ -78,7 +78,11 @@ def check_input(x_B: Tensor, t_B: Tensor, shape: Shape) -> None:
         )
 
 
-def initialise(model: nn.Module, time: TimeEmbedding, zero_layers: Sequence[nn.Linear]) -> None:
+def initialise(
+    model: nn.Module,
+    time: TimeEmbedding,
+    zero_layers: Sequence[nn.Linear],
+) -> None:
     """Initialise all linear layers (Glorot), those of the time with smaller values, and `zero_layers` with zero."""
     if any(parameter.is_meta for parameter in time.parameters()):
         # There is nothing to fill, and random numbers on that device make torch import its compiler, for a second.
@@ -118,7 +122,12 @@ def images_of(p_BND: Tensor, shape: Shape, patch: int) -> Tensor:
     return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
 
 
-def sincos_positions(rows: int, columns: int, hidden: int, grid: GridSize | None = None) -> Tensor:
+def sincos_positions(
+    rows: int,
+    columns: int,
+    hidden: int,
+    grid: GridSize | None = None,
+) -> Tensor:
     """Fixed position embeddings of a grid: half of the features encode the row, half the column.
 
     Args:
@@ -180,7 +189,12 @@ def heads_of(h_BND: Tensor, heads: int) -> Tensor:
     return h_BND.view(batch, tokens, heads, hidden // heads).transpose(1, 2)
 
 
-def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(
+    q_BAND: Tensor,
+    k_BAND: Tensor,
+    v_BAND: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Attend, and concatenate the heads again, shape (B, N, D); `mask` is False for tokens to ignore.
 
     Torch's fused attention is fast everywhere but in training in bf16 on a CPU, where its backward pass is slow. There

@@ -114,7 +114,12 @@ class MmditNetwork(ExpertNetwork):
         num_all_tokens = self.num_tokens + condition.max_tokens
         self.widest_output = max(sum(self.modulation_widths), block_ratio * hidden * num_all_tokens)
 
-    def forward(self, x_BCHW: Tensor, t_B: Tensor, c_BLD: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BCHW: Tensor,
+        t_B: Tensor,
+        c_BLD: Tensor | None = None,
+    ) -> Tensor:
         """Return the prediction at (x, t).
 
         Args:
@@ -177,7 +182,11 @@ class Stream(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, heads: int, is_updated: bool, device: str | None = None
+        self,
+        hidden: int,
+        heads: int,
+        is_updated: bool,
+        device: str | None = None,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -193,7 +202,12 @@ class Stream(nn.Module):
         """Return keys, values and, where tokens are updated, queries, each of shape (B, A, T, D / A)."""
         return _split_and_normalise(self.qkv(h_BTD), self.norms, self.heads)
 
-    def update(self, h_BTD: Tensor, mixed_BTD: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
+    def update(
+        self,
+        h_BTD: Tensor,
+        mixed_BTD: Tensor,
+        modulation: tuple[Tensor, ...],
+    ) -> Tensor:
         """Return the tokens after this block, from the output of attention and (gate, shift, scale, gate)."""
         gate_a, shift_m, scale_m, gate_m = modulation
         h_BTD = torch.addcmul(h_BTD, gate_a, self.project(mixed_BTD))
@@ -215,7 +229,11 @@ class JointBlock(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, heads: int, updates_text: bool, device: str | None = None
+        self,
+        hidden: int,
+        heads: int,
+        updates_text: bool,
+        device: str | None = None,
     ) -> None:
         super().__init__()
         self.image = Stream(hidden, heads, True, device)
@@ -225,7 +243,11 @@ class JointBlock(nn.Module):
         self.num_modulations = _STREAM_MODULATIONS + text_modulations
 
     def forward(
-        self, h_BND: Tensor, g_BLD: Tensor, modulation: Tensor, mask_B11T: Tensor
+        self,
+        h_BND: Tensor,
+        g_BLD: Tensor,
+        modulation: Tensor,
+        mask_B11T: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return image and text tokens after this block; the mask is False where text is padding."""
         parts = modulation.chunk(self.num_modulations, -1)
@@ -250,7 +272,12 @@ class JointBlock(nn.Module):
 class SharedBlock(nn.Module):
     """Attention over both kinds of token and, in parallel, a two-layer network: two matrix products in all."""
 
-    def __init__(self, hidden: int, heads: int, device: str | None = None) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        device: str | None = None,
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.wide_parts = [3 * hidden, MLP_RATIO * hidden]

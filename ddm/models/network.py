@@ -77,7 +77,10 @@ class ExpertNetwork(nn.Module, ABC):
 
 
 def build_network(
-    architecture: Architecture, shape: Shape, condition: Condition, device: str | None = None
+    architecture: Architecture,
+    shape: Shape,
+    condition: Condition,
+    device: str | None = None,
 ) -> ExpertNetwork:
     """Build the network of an architecture: `NETWORK` in ``ddm/models/<kind>.py``.
 

@@ -162,7 +162,12 @@ class StreamedExpert:
         self._batch = max(1, _ACTIVATION_BYTES // bytes_per_sample)
 
     @torch.no_grad()
-    def __call__(self, x_B: Tensor, t_B: Tensor, c_B: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        c_B: Tensor | None = None,
+    ) -> Tensor:
         """Return the expert's prediction, shape (B, ...); without `c_B`, under the null condition."""
         predictions = []
         for start in range(0, len(x_B), self._batch):

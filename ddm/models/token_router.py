@@ -74,7 +74,12 @@ class TokenRouter(DitNetwork):
         return shares_BE
 
     def forward(
-        self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None
+        self,
+        x_BCHW: Tensor,
+        t_B: Tensor,
+        c: Tensor | None = None,
+        *,
+        kept_BM: Tensor | None = None,
     ) -> Tensor:
         """Return one logit per expert, shape (B, E); the arguments are those of `DitNetwork.forward`."""
         logits_BE: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM)[:, 0])

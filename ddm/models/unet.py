@@ -82,7 +82,12 @@ class UnetNetwork(ExpertNetwork):
             architecture.channels[level] * _voxels(shape, level) for level in levels
         )
 
-    def forward(self, x_B: Tensor, t_B: Tensor, c: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        c: Tensor | None = None,
+    ) -> Tensor:
         """Return the prediction at (x, t).
 
         Args:
@@ -115,7 +120,12 @@ class UnetNetwork(ExpertNetwork):
         out: Tensor = self.net(x_B, TIME_SCALE * t_B, context=context, class_labels=classes)
         return out
 
-    def _context(self, c_BLD: Tensor | None, num: int, condition: TextCondition) -> Tensor:
+    def _context(
+        self,
+        c_BLD: Tensor | None,
+        num: int,
+        condition: TextCondition,
+    ) -> Tensor:
         """Return exactly `max_tokens` tokens, shape (B, L, D)."""
         null = torch.as_tensor(self.null)
         if c_BLD is None:

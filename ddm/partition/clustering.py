@@ -181,7 +181,9 @@ def fit_clustering(
 
 
 def _balance(
-    x_GD: NDArray[np.float64], weight_G: NDArray[np.float64], centre_CD: NDArray[np.float64]
+    x_GD: NDArray[np.float64],
+    weight_G: NDArray[np.float64],
+    centre_CD: NDArray[np.float64],
 ) -> NDArray[np.int64]:
     """Assign rows to clusters of about equal weight, with the least total squared distance.
 
@@ -222,7 +224,10 @@ def _balance(
 
 
 def _k_means(
-    x: NDArray[np.float64], weight: NDArray[np.float64], num: int, seed: int
+    x: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    num: int,
+    seed: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return each row's cluster and the centroids."""
     if num == len(x):

@@ -32,7 +32,10 @@ class ExpertPart:
 
 
 def silo_parts(
-    partition: Partition, silo_id: str, clusters: Clusters, noisy_G: Tensor
+    partition: Partition,
+    silo_id: str,
+    clusters: Clusters,
+    noisy_G: Tensor,
 ) -> tuple[ExpertPart, ...]:
     """Return a silo's experts, in the order in which they are published.
 
@@ -49,7 +52,10 @@ def silo_parts(
 
 
 def known_parts(
-    partition: Partition, silo_id: str, clusters: Clusters, clusters_with_expert: Sequence[int]
+    partition: Partition,
+    silo_id: str,
+    clusters: Clusters,
+    clusters_with_expert: Sequence[int],
 ) -> tuple[ExpertPart, ...]:
     """Return `silo_parts` of a silo whose clusters are known, as readers of a release know them, but not its histogram.
 
@@ -77,7 +83,10 @@ def known_parts(
 
 
 def part_of_images(
-    partition: Partition, parts: Sequence[ExpertPart], group_N: Tensor, seed: int
+    partition: Partition,
+    parts: Sequence[ExpertPart],
+    group_N: Tensor,
+    seed: int,
 ) -> Tensor:
     """Return the number of the part that trains on each image, shape (N,), int64.
 

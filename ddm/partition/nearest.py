@@ -34,7 +34,12 @@ _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 class _Buffers:
     """One thread's buffers for a block, reused: allocating new pages would take as long as the product."""
 
-    def __init__(self, dim: int, num: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num: int,
+        dtypes: tuple[torch.dtype, ...],
+    ) -> None:
         self.x_BD = torch.empty(_BLOCK, dim)
         self.columns = {dtype: torch.ones(_BLOCK, dim + 4, dtype=dtype) for dtype in dtypes}
         self.half = {dtype: torch.empty(_BLOCK, num, dtype=dtype) for dtype in dtypes}
@@ -143,7 +148,11 @@ class NearestCentroid:
         return nearest
 
     def _candidates(
-        self, x_BD: Tensor, energy_B: Tensor, dtype: torch.dtype, buffers: _Buffers
+        self,
+        x_BD: Tensor,
+        energy_B: Tensor,
+        dtype: torch.dtype,
+        buffers: _Buffers,
     ) -> tuple[NDArray[np.int64], ...]:
         """Return the rows, ascending, and columns, ascending in each row, of all candidate pairs."""
         num, dim = x_BD.shape
@@ -165,7 +174,12 @@ class NearestCentroid:
         mask_BF = np.less_equal(bits_BF.numpy(), bits_B1, out=buffers.mask_BF[:num])
         return np.divmod(_set_indices(mask_BF), len(self.offset_F))
 
-    def _rounding(self, energy_B: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    def _rounding(
+        self,
+        energy_B: Tensor,
+        dim: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Return a bound on the rounding error of a row's scores before they are stored in `dtype`.
 
         Rounding x and c to unit u moves their product by at most ``(2 u + u^2) |x| |c|``; summing D of them in float32
@@ -179,7 +193,10 @@ class NearestCentroid:
         return of_product * product_B + of_norms * norms_B
 
     def _score(
-        self, x_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]
+        self,
+        x_BD: Tensor,
+        row_P: NDArray[np.int64],
+        column_P: NDArray[np.int64],
     ) -> NDArray[np.float64]:
         """Return ``|c|^2 / 2 - x.c`` of each pair, computed in float32."""
         ends_B = np.cumsum(np.bincount(row_P, minlength=len(x_BD)))
@@ -196,7 +213,10 @@ class NearestCentroid:
         return score_P
 
     def _exact_distances(
-        self, raw_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]
+        self,
+        raw_BD: Tensor,
+        row_P: NDArray[np.int64],
+        column_P: NDArray[np.int64],
     ) -> NDArray[np.float64]:
         """Return the squared distance of each pair, float64; 0 where a row has a single pair."""
         distance_P = np.zeros(len(row_P))

@@ -196,7 +196,9 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
 # A silo computes the cost of the same plan before every draw.
 @lru_cache(maxsize=8)
 def _composed_loss(
-    laplace: tuple[float, ...], mu: float, trained: tuple[DpSgdMechanism, ...] = ()
+    laplace: tuple[float, ...],
+    mu: float,
+    trained: tuple[DpSgdMechanism, ...] = (),
 ) -> "PrivacyLossDistribution":
     """Compose histograms and a Gaussian on a grid that does not depend on delta, so that the curve is monotone.
 
@@ -270,7 +272,12 @@ def _dp_sgd_epsilon(mechanism: DpSgdMechanism, delta: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) -> float:
+def noise_multiplier_for(
+    epsilon: float,
+    delta: float,
+    rate: float,
+    steps: int,
+) -> float:
     """Return the least noise multiplier, to 1/1024, with which private training is (epsilon, delta) private.
 
     Raises:
@@ -340,7 +347,10 @@ def sketch_sensitivity(rank: int) -> float:
 
 
 def _root(
-    function: Callable[[float], float], low: float, high: float, **tolerances: float
+    function: Callable[[float], float],
+    low: float,
+    high: float,
+    **tolerances: float,
 ) -> float:
     """Return where a function is 0 between two arguments at which its signs differ."""
     from scipy.optimize import brentq  # takes half a second, and most commands need none
@@ -348,7 +358,12 @@ def _root(
     return float(brentq(function, low, high, **tolerances))
 
 
-def t_release(mu: float, scale_C: float, path: "Path", rank: int) -> float:
+def t_release(
+    mu: float,
+    scale_C: float,
+    path: "Path",
+    rank: int,
+) -> float:
     """Return the noise level at which one sketch per unit is a Gaussian mechanism of at most `mu`.
 
     ``mu = sensitivity * C * alpha_r / sigma_r``; rounded up to a multiple of 2^-20, which only adds noise.

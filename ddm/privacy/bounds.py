@@ -53,7 +53,11 @@ def total_noise_bound(epsilon: float, num_cells: int) -> int:
 
 
 def sketch_norm_bound(
-    alpha: float, sigma: float, scale_C: float, rank: int, num_rows: int
+    alpha: float,
+    sigma: float,
+    scale_C: float,
+    rank: int,
+    num_rows: int,
 ) -> float:
     """Return the largest norm of a row ``alpha s_0 + (sigma / C) n`` with s_0 in the unit ball and n standard normal.
 

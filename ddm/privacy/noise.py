@@ -84,7 +84,9 @@ def _bernoulli_exp(numerator: int, denominator: int, noise: Noise) -> bool:
 
 
 def rounded_gaussian(
-    shape: tuple[int, ...], std: float, noise: Octets = OS_NOISE
+    shape: tuple[int, ...],
+    std: float,
+    noise: Octets = OS_NOISE,
 ) -> NDArray[np.int64]:
     """Draw Gaussian noise of standard deviation `std`, rounded to whole numbers.
 
@@ -113,7 +115,9 @@ def rounded_gaussian(
 
 
 def one_per_unit(
-    unit_N: NDArray[np.int64], num_units: int, noise: Noise = OS_NOISE
+    unit_N: NDArray[np.int64],
+    num_units: int,
+    noise: Noise = OS_NOISE,
 ) -> NDArray[np.int64]:
     """Draw one record of each unit uniformly; return their indices, in the order of units.
 

@@ -64,7 +64,13 @@ def read_secret(path: Path) -> bytes:
 class SecretStream:
     """Uniform bytes that depend on the secret, what they are for, a step and a unit alone."""
 
-    def __init__(self, secret: bytes, purpose: Purpose, step: int = 0, unit: int = 0) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        purpose: Purpose,
+        step: int = 0,
+        unit: int = 0,
+    ) -> None:
         self._key = _key(secret, purpose, step, unit)
         # The key is used for nothing else, so its nonce and counter may begin at zero.
         self._cipher = Cipher(algorithms.ChaCha20(self._key, bytes(16)), mode=None).encryptor()
@@ -88,7 +94,12 @@ def name_of_secret(secret: bytes) -> str:
     return _key(secret, "name", 0, 0).hex()
 
 
-def _key(secret: bytes, purpose: Purpose, step: int, unit: int) -> bytes:
+def _key(
+    secret: bytes,
+    purpose: Purpose,
+    step: int,
+    unit: int,
+) -> bytes:
     message = step.to_bytes(8, "big") + unit.to_bytes(8, "big")
     return hashlib.blake2b(
         message, digest_size=32, key=secret, person=purpose.encode().ljust(16, b"\0")

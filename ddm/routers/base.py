@@ -106,7 +106,12 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     return torch.log(prior_K / prior_K.sum())
 
 
-def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> Tensor:
+def posterior(
+    router: Router,
+    x_B: Tensor,
+    t_B: Tensor,
+    log_prior_K: Tensor,
+) -> Tensor:
     """Return the probability of every expert at a noised sample.
 
     ``w_k(x, t) = pi_k p_t^k(x) / sum_j pi_j p_t^j(x)``
@@ -131,7 +136,12 @@ def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> 
     return w_BK
 
 
-def log_posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> Tensor:
+def log_posterior(
+    router: Router,
+    x_B: Tensor,
+    t_B: Tensor,
+    log_prior_K: Tensor,
+) -> Tensor:
     """Return the logarithm of `posterior`, which says more where a probability is too small for a number.
 
     Raises:
@@ -143,7 +153,12 @@ def log_posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor)
     return log_w_BK
 
 
-def _log_joint(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> Tensor:
+def _log_joint(
+    router: Router,
+    x_B: Tensor,
+    t_B: Tensor,
+    log_prior_K: Tensor,
+) -> Tensor:
     log_likelihood_BK = router.log_likelihood(x_B, t_B)
     expected = (x_B.shape[0], log_prior_K.shape[-1])
     if tuple(log_likelihood_BK.shape) != expected:

@@ -46,7 +46,11 @@ class Calibrated:
     """
 
     def __init__(
-        self, router: Router, temperature: float, training_prior: Sequence[float], path: Path
+        self,
+        router: Router,
+        temperature: float,
+        training_prior: Sequence[float],
+        path: Path,
     ) -> None:
         if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
             expected = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
@@ -127,7 +131,11 @@ class Calibration:
         return Calibrated(router, self.temperature, [1.0] * router.num_experts, self.path)
 
 
-def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS) -> Calibration:
+def calibrate(
+    router: Router,
+    public: PublicData,
+    bands: Sequence[Band] = BANDS,
+) -> Calibration:
     """Fit T on one half of the public images; keep it only if it clearly helps on the other half.
 
     It clearly helps if the whole 95% interval of the gain is above 0.001 nats. A smaller gain could be an artefact of

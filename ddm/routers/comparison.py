@@ -173,7 +173,10 @@ def _band(
 
 @torch.no_grad()
 def _compare_sketches(
-    held_out: HeldOut, routers: Sequence[OnSketches], public: PublicData, num_looks: int
+    held_out: HeldOut,
+    routers: Sequence[OnSketches],
+    public: PublicData,
+    num_looks: int,
 ) -> BandComparison:
     """Compare on sketches re-noised to t in [t_release, 1); the interval is normal, stratified by silo."""
     generator = torch.Generator().manual_seed(public.seed)
@@ -186,7 +189,12 @@ def _compare_sketches(
     log_prior_E = log_prior(public.prior_E, len(silo_E))
     prior_K = torch.zeros(num_silos, dtype=torch.float64).index_add_(0, silo_E, log_prior_E.exp())
 
-    def losses(router: OnSketches, s_BR: Tensor, t_B: Tensor, k: int) -> Tensor:
+    def losses(
+        router: OnSketches,
+        s_BR: Tensor,
+        t_B: Tensor,
+        k: int,
+    ) -> Tensor:
         """Return each sketch's loss, averaged over draws; the label of silo k stands for all of its experts."""
         log_BE = (router(s_BR, t_B).double() + log_prior_E).log_softmax(1)
         return -log_BE[:, silo_E == k].logsumexp(1).view(_DRAWS, -1).mean(0)

@@ -105,7 +105,10 @@ class ConditionalPrior:
 
 
 def expected_class_counts(
-    sketch: Sketch, noisy_KCG: Tensor, num_units: Sequence[int], epsilon: float
+    sketch: Sketch,
+    noisy_KCG: Tensor,
+    num_units: Sequence[int],
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """Return `expected_counts` of histograms over classes and groups, and their deviations, both (K, C, G)."""
     num_classes = noisy_KCG.shape[1]

@@ -34,7 +34,11 @@ class CountsRouter:
     """
 
     def __init__(
-        self, sketch: Sketch, log_mass_KG: Tensor, path: Path, error_KG: Tensor | None = None
+        self,
+        sketch: Sketch,
+        log_mass_KG: Tensor,
+        path: Path,
+        error_KG: Tensor | None = None,
     ) -> None:
         if log_mass_KG.ndim != 2 or log_mass_KG.shape[1] != sketch.num_groups:
             raise ShapeError(
@@ -57,7 +61,12 @@ class CountsRouter:
 
     @classmethod
     def from_counts(
-        cls, sketch: Sketch, noisy_KG: Tensor, num_units: Sequence[int], epsilon: float, path: Path
+        cls,
+        sketch: Sketch,
+        noisy_KG: Tensor,
+        num_units: Sequence[int],
+        epsilon: float,
+        path: Path,
     ) -> "CountsRouter":
         """Build the router from the silos' histograms, with true counts estimated under the noise.
 
@@ -127,7 +136,10 @@ class CountsRouter:
 
     @classmethod
     def from_tensors(
-        cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path
+        cls,
+        tensors: Mapping[str, Tensor],
+        sketch: Sketch,
+        path: Path,
     ) -> "CountsRouter":
         """Rebuild the router from tensors loaded against `counts_router_specs`."""
         return cls(sketch, tensors["mass"].double().log(), path, tensors["mass_error"])

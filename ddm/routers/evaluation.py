@@ -110,7 +110,12 @@ def noised_log_likelihood(
     return torch.stack(draws_of_images)
 
 
-def times_of(num: int, band: Band, generator: torch.Generator, draws: int = _DRAWS) -> Tensor:
+def times_of(
+    num: int,
+    band: Band,
+    generator: torch.Generator,
+    draws: int = _DRAWS,
+) -> Tensor:
     """Draw the times that images are noised to, shape (D, N): before any noise, so that they can be drawn alone."""
     low, high = band
     return low + (high - low) * torch.rand(draws, num, generator=generator)

@@ -88,7 +88,10 @@ def _likenesses(mean_GR: Tensor, weight_G: NDArray[np.float64]) -> Iterator[NDAr
 
 
 def expected_counts(
-    noisy_G: NDArray[np.int64], num_units: int, epsilon: float, weight_G: NDArray[np.float64]
+    noisy_G: NDArray[np.int64],
+    num_units: int,
+    epsilon: float,
+    weight_G: NDArray[np.float64],
 ) -> HistogramEstimate:
     """Estimate a noised histogram's true counts.
 

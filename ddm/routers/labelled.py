@@ -51,7 +51,11 @@ class Labelled:
 
     @classmethod
     def of_cells(
-        cls, images: Tensor, cell_N: Tensor, share_EJ: Tensor, condition_N: Tensor | None = None
+        cls,
+        images: Tensor,
+        cell_N: Tensor,
+        share_EJ: Tensor,
+        condition_N: Tensor | None = None,
     ) -> "Labelled":
         """Label images by the experts' shares of their cells; those in cells that nobody has data in are left out.
 
@@ -100,7 +104,11 @@ class Labelled:
 
     @classmethod
     def of_experts(
-        cls, images: Tensor, expert_N: Tensor, num_experts: int, condition_N: Tensor | None = None
+        cls,
+        images: Tensor,
+        expert_N: Tensor,
+        num_experts: int,
+        condition_N: Tensor | None = None,
     ) -> "Labelled":
         """Label images whose experts are known, shape (N,)."""
         return cls.of_cells(images, expert_N, torch.eye(num_experts), condition_N)
@@ -175,7 +183,12 @@ def class_shares(count_KCG: Tensor, layout: Layout) -> Tensor:
     return (share_ECG / share_ECG.sum((1, 2), keepdim=True)).flatten(1)
 
 
-def silo_shares(silo_N: Tensor, group_N: Tensor, num_groups: int, layout: Layout) -> Tensor:
+def silo_shares(
+    silo_N: Tensor,
+    group_N: Tensor,
+    num_groups: int,
+    layout: Layout,
+) -> Tensor:
     """Return each expert's shares of the cells of silos and groups, ``j = k G + g``, shape (E, K G), by the images.
 
     Args:
@@ -206,7 +219,10 @@ def _covered(layout: Layout, num_groups: int) -> Tensor:
 
 
 def classes_of_experts(
-    share_EJ: Tensor, num_classes: int, num: int, generator: torch.Generator
+    share_EJ: Tensor,
+    num_classes: int,
+    num: int,
+    generator: torch.Generator,
 ) -> Tensor:
     """Draw the classes under which each expert draws, by its shares of the classes, shape (E, num).
 
@@ -221,7 +237,10 @@ def classes_of_experts(
 
 
 def texts_of_experts(
-    texts_NLD: Tensor, num_experts: int, num: int, generator: torch.Generator
+    texts_NLD: Tensor,
+    num_experts: int,
+    num: int,
+    generator: torch.Generator,
 ) -> Tensor:
     """Draw the texts under which each expert draws, from public ones, shape (E, num, L, D)."""
     # Every expert draws from the same captions, since no statistic says which silo has which texts.

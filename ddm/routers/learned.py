@@ -44,7 +44,10 @@ class LearnedRouter:
     """
 
     def __init__(
-        self, mixture: CountsRouter, residual: Residual, silo_E: Sequence[int] | None = None
+        self,
+        mixture: CountsRouter,
+        residual: Residual,
+        silo_E: Sequence[int] | None = None,
     ) -> None:
         self.num_experts = mixture.num_experts
         self.sketch = mixture.sketch
@@ -107,7 +110,10 @@ class LearnedRouter:
 
 
 def learned_router_specs(
-    silo_E: Sequence[int], sketch: Sketch, settings: LearnedSettings, path: Path
+    silo_E: Sequence[int],
+    sketch: Sketch,
+    settings: LearnedSettings,
+    path: Path,
 ) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored learned router."""
     # Only shapes are wanted, and no memory is taken for weights.
@@ -122,7 +128,9 @@ def learned_router_specs(
 
 
 def split_sketches(
-    sketches: Mapping[str, Tensor], seed: int, share: float = HELD_OUT_SHARE
+    sketches: Mapping[str, Tensor],
+    seed: int,
+    share: float = HELD_OUT_SHARE,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Hold out `share` of every silo's sketches, at least one, to evaluate a trained router on.
 
@@ -247,7 +255,10 @@ class LearnedFamily(RouterFamily):
         return self._fitted(router, inputs, held_out=compared)
 
     def _fitted(
-        self, router: LearnedRouter, inputs: RouterInputs, held_out: HeldOut | None
+        self,
+        router: LearnedRouter,
+        inputs: RouterInputs,
+        held_out: HeldOut | None,
     ) -> FittedRouter:
         # Compared before the split, since the counts router is one of silos as well.
         is_changed = router.differs(inputs.counts)

@@ -207,7 +207,9 @@ class PublicData:
 
 
 def spread(
-    value_M: NDArray[np.float64], drawn_SM: NDArray[np.float64], num_looks: int = 1
+    value_M: NDArray[np.float64],
+    drawn_SM: NDArray[np.float64],
+    num_looks: int = 1,
 ) -> NDArray[np.float64]:
     """Return intervals around figures from their bootstrap draws, shape (M, 2); see `PublicWeights.intervals`."""
     tail = 0.025 / num_looks

@@ -14,7 +14,9 @@ _EM_TOLERANCE = 1e-10
 
 
 def refit_shares(
-    counts_router: CountsRouter, sketches: Sequence[Tensor], t_release: float
+    counts_router: CountsRouter,
+    sketches: Sequence[Tensor],
+    t_release: float,
 ) -> CountsRouter:
     """Return the mixture whose shares are the maximum a posteriori given counts and sketches, by EM.
 

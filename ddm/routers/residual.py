@@ -45,7 +45,14 @@ class Residual(nn.Module):
         path: the probability path.
     """
 
-    def __init__(self, sketch: Sketch, num_silos: int, hidden: int, depth: int, path: Path) -> None:
+    def __init__(
+        self,
+        sketch: Sketch,
+        num_silos: int,
+        hidden: int,
+        depth: int,
+        path: Path,
+    ) -> None:
         super().__init__()
         widths = [sketch.rank + _NUM_TIME_FEATURES] + [hidden] * depth
         layers: list[nn.Module] = []
@@ -105,7 +112,13 @@ class PublicSketches:
             raise ShapeError("public images", expected="at least 4, with one group each", got=got)
 
     @classmethod
-    def of(cls, images: Tensor, group_N: Tensor, sketch: Sketch, path: Path) -> "PublicSketches":
+    def of(
+        cls,
+        images: Tensor,
+        group_N: Tensor,
+        sketch: Sketch,
+        path: Path,
+    ) -> "PublicSketches":
         """Sketch public images, shape (N, ...)."""
         return cls(sketch.of(images, torch.zeros(len(images)), path).float(), group_N)
 
@@ -176,7 +189,11 @@ class _TrainingSet:
     """Public sketches with their labels and weights by the mixture, split into training and held-out images."""
 
     def __init__(
-        self, mixture: CountsRouter, public: PublicSketches, prior_K: Tensor, seed: int
+        self,
+        mixture: CountsRouter,
+        public: PublicSketches,
+        prior_K: Tensor,
+        seed: int,
     ) -> None:
         self.mixture = mixture
         self.log_prior_K = prior_K.log()

@@ -49,7 +49,13 @@ class SamplesRouter:
             those that experts were told to draw do not.
     """
 
-    def __init__(self, net: TokenRouter, path: Path, *, knows_shares: bool = False) -> None:
+    def __init__(
+        self,
+        net: TokenRouter,
+        path: Path,
+        *,
+        knows_shares: bool = False,
+    ) -> None:
         self.num_experts = net.num_experts
         self.net = net.eval().requires_grad_(False)
         self.path = path
@@ -279,7 +285,12 @@ class _Noised:
 
     @classmethod
     def of(
-        cls, images: Labelled, rows: Tensor, path: Path, drop: float, generator: torch.Generator
+        cls,
+        images: Labelled,
+        rows: Tensor,
+        path: Path,
+        drop: float,
+        generator: torch.Generator,
     ) -> "_Noised":
         x_0 = images.images[rows]
         t_B = torch.rand(len(rows), generator=generator)
@@ -294,7 +305,12 @@ class _Noised:
             condition[hidden_B] = -1 if condition.dim() == 1 else 0
         return cls(x_B, t_B, images.target_JE[images.cell_N[rows]], condition)
 
-    def losses(self, net: TokenRouter, path: Path, precision: Precision = "fp32") -> Tensor:
+    def losses(
+        self,
+        net: TokenRouter,
+        path: Path,
+        precision: Precision = "fp32",
+    ) -> Tensor:
         """Return the cross-entropy of each image, shape (B,), float32, on the net's device."""
         device = net.class_token.device
         x_B = self.x_B.to(device)
@@ -362,14 +378,23 @@ def _train(
 
 
 @torch.no_grad()
-def _check_loss(net: TokenRouter, fixed: Sequence[_Noised], weight_N: Tensor, path: Path) -> float:
+def _check_loss(
+    net: TokenRouter,
+    fixed: Sequence[_Noised],
+    weight_N: Tensor,
+    path: Path,
+) -> float:
     """Return the weighted mean loss of images at times that do not change."""
     losses = torch.cat([part.losses(net, path).double().cpu() for part in fixed])
     return float((losses * weight_N).sum() / weight_N.sum())
 
 
 def _gated(
-    net: TokenRouter, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None, path: Path
+    net: TokenRouter,
+    x_B: Tensor,
+    t_B: Tensor,
+    condition_B: Tensor | None,
+    path: Path,
 ) -> Tensor:
     logits_BE: Tensor = net(x_B, t_B, condition_B)
     # alpha is 0 at t = 1, so that the posterior of pure noise is exactly the prior, whatever the network has learned.
@@ -377,7 +402,10 @@ def _gated(
 
 
 def _build(
-    num_experts: int, shape: Sequence[int], settings: SamplesSettings, condition: Condition
+    num_experts: int,
+    shape: Sequence[int],
+    settings: SamplesSettings,
+    condition: Condition,
 ) -> TokenRouter:
     sizes = Dit(
         patch=settings.patch, hidden=settings.hidden, depth=settings.depth, heads=settings.heads

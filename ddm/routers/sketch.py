@@ -139,7 +139,12 @@ class Sketch:
         return self._centred(x_t, path.alpha(t.to(x_t))) / self.scale
 
     def renoise(
-        self, s_r: Tensor, t_r: float, t: Tensor, path: Path, generator: torch.Generator
+        self,
+        s_r: Tensor,
+        t_r: float,
+        t: Tensor,
+        path: Path,
+        generator: torch.Generator,
     ) -> Tensor:
         """Noise sketches further, from level `t_r` to later levels; this costs no privacy.
 

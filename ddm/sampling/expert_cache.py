@@ -26,7 +26,10 @@ class LazyExperts:
     """
 
     def __init__(
-        self, load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int
+        self,
+        load: Callable[[int], Expert],
+        sizes: Sequence[int],
+        memory_bytes: int,
     ) -> None:
         if memory_bytes < max(sizes):
             expected = f"at least {max(sizes)} bytes"

@@ -187,7 +187,9 @@ def by_number(condition: Condition, value: ConditionValue | str) -> ConditionVal
 
 
 def class_names(
-    condition: Condition, value: ConditionValue | str | None, num: int
+    condition: Condition,
+    value: ConditionValue | str | None,
+    num: int,
 ) -> tuple[str, ...]:
     """Return the class of each of `num` requested samples, by its name where it has one; none without classes."""
     if value is None or not isinstance(condition, ClassCondition):
@@ -204,7 +206,9 @@ def knows_shares(router: Router | None) -> bool:
 
 
 def router_shares(
-    router: Router | None, condition: Tensor, prior: Sequence[float]
+    router: Router | None,
+    condition: Tensor,
+    prior: Sequence[float],
 ) -> list[float] | None:
     """Return each expert's share of the data with a condition, as the router has learned it; None where it has not.
 
@@ -303,7 +307,9 @@ def condition_and_null(condition: Condition, value: ConditionValue) -> tuple[Ten
 
 
 def conditional_log_prior(
-    class_prior: Sequence[float], prior: Sequence[float], target_prior: Sequence[float] | None
+    class_prior: Sequence[float],
+    prior: Sequence[float],
+    target_prior: Sequence[float] | None,
 ) -> Tensor:
     """Return ``log pi_{k|c}`` under a target prior, shape (K,).
 

@@ -89,7 +89,13 @@ class KnownRegion:
         """Return how often each sample moves: in `steps` steps, and in the corrections after all but the last."""
         return steps + (steps - 1) * self.corrections
 
-    def put_into(self, x_B: Tensor, t: float, eps_B: Tensor, path: Path) -> Tensor:
+    def put_into(
+        self,
+        x_B: Tensor,
+        t: float,
+        eps_B: Tensor,
+        path: Path,
+    ) -> Tensor:
         """Return samples at time t whose known part is that of the data, noised to t by `eps_B`."""
         data_B = self.x_0.to(x_B).expand_as(x_B)
         return torch.where(self.mask.to(x_B.device), x_t(path, data_B, eps_B, filled(x_B, t)), x_B)
@@ -155,7 +161,11 @@ class Inpainting:
         return samples.at(self._with_known_part(samples.x_B, times[-1]))
 
     def _correct(
-        self, samples: TrajectoryState, t: float, uniform_BM: Tensor, first: int
+        self,
+        samples: TrajectoryState,
+        t: float,
+        uniform_BM: Tensor,
+        first: int,
     ) -> TrajectoryState:
         """Replace most of the noise of the unknown part by new noise, at the same time t."""
         noise_B = self._noise(samples.x_B)
@@ -183,7 +193,11 @@ class Inpainting:
 
 
 def _velocity_alone(
-    u: Velocity, x_B: Tensor, t: float, t_next: float, memory: SolverMemory
+    u: Velocity,
+    x_B: Tensor,
+    t: float,
+    t_next: float,
+    memory: SolverMemory,
 ) -> tuple[Tensor, SolverMemory]:
     """Return the velocity in the place of where it leads."""
     return u(x_B, filled(x_B, t)), memory

@@ -149,7 +149,12 @@ class Branch:
         return torch.cat(chunks)
 
     def posterior(
-        self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, chunk_size: int
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        allowed_BK: Tensor | None = None,
+        *,
+        chunk_size: int,
     ) -> Tensor:
         """Return `log_posterior` as probabilities."""
         return self.log_posterior(x_B, t_B, allowed_BK, chunk_size=chunk_size).exp()
@@ -254,7 +259,12 @@ class Mixture:
             return self
         return replace(self, sample_conditions=self.sample_conditions.of(rows))
 
-    def log_posterior(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None) -> Tensor:
+    def log_posterior(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        allowed_BK: Tensor | None = None,
+    ) -> Tensor:
         """Return the log-posterior (B, K) of the experts under each sample's condition."""
         conditions = self.sample_conditions
         if conditions is None:

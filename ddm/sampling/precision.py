@@ -66,7 +66,12 @@ class CastExperts:
         return expert
 
 
-def evaluate(expert: Expert, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
+def evaluate(
+    expert: Expert,
+    x_B: Tensor,
+    t_B: Tensor,
+    *condition_B: Tensor,
+) -> Tensor:
     """Return an expert's velocity in the dtype of ``x_B``; a network with weights of another dtype computes in it."""
     t_B = t_B.to(x_B.dtype)
     condition = [_cast(part, x_B.dtype) for part in condition_B]

@@ -89,7 +89,13 @@ class ProvenanceLog:
         # whole.
         self.num = min(self.num, max(1, MAX_BYTES // (entry_bytes * self.max_changes)))
 
-    def note(self, first: int, t: float, allowed_BK: Tensor, changed_B: Tensor) -> None:
+    def note(
+        self,
+        first: int,
+        t: float,
+        allowed_BK: Tensor,
+        changed_B: Tensor,
+    ) -> None:
         """Note the experts that samples follow from time t on, for those that change them; `first` is their number."""
         changed_B = changed_B[: max(0, self.num - first)]
         rows = changed_B.nonzero()[:, 0]

@@ -122,7 +122,9 @@ def make_initial_state(
 
 
 def _times(
-    options: SamplingOptions, steps: int, tensors: Mapping[str, Tensor]
+    options: SamplingOptions,
+    steps: int,
+    tensors: Mapping[str, Tensor],
 ) -> tuple[float, ...]:
     """Return the times of the steps, which must fit what samples begin at."""
     # Samples that are at their first time already need neither data nor noise.

@@ -280,7 +280,10 @@ class Segment:
 
 
 def segments(
-    strategy: Strategy, times: Sequence[float], router_every: int = 1, t_before: float = inf
+    strategy: Strategy,
+    times: Sequence[float],
+    router_every: int = 1,
+    t_before: float = inf,
 ) -> list[Segment]:
     """Cut the time grid into segments, at the steps where samples may change experts.
 

@@ -129,7 +129,12 @@ class Trajectories:
         expert_B = torch.zeros(len(x_B), dtype=torch.int64, device=x_B.device)
         return TrajectoryState(SolverState(x_B, SolverMemory.empty(x_B)), all_BK, expert_B)
 
-    def integrate(self, x_B: Tensor, uniform_BS: Tensor, first: int = 0) -> TrajectoryState:
+    def integrate(
+        self,
+        x_B: Tensor,
+        uniform_BS: Tensor,
+        first: int = 0,
+    ) -> TrajectoryState:
         """Integrate samples along all times.
 
         Args:
@@ -144,7 +149,11 @@ class Trajectories:
         return self.move(self.start(x_B), self.times, uniform_BS, first)
 
     def move(
-        self, samples: TrajectoryState, times: Sequence[float], uniform_BS: Tensor, first: int = 0
+        self,
+        samples: TrajectoryState,
+        times: Sequence[float],
+        uniform_BS: Tensor,
+        first: int = 0,
     ) -> TrajectoryState:
         """Integrate samples along some of the times; see `integrate`."""
         cut = segments(self.strategy, times, self.router_every, samples.t_before)
@@ -177,7 +186,11 @@ class Trajectories:
         return samples
 
     def _experts_to_follow(
-        self, segment: Segment, samples: TrajectoryState, uniform_B: Tensor, reaches_end: bool
+        self,
+        segment: Segment,
+        samples: TrajectoryState,
+        uniform_B: Tensor,
+        reaches_end: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return the experts that samples follow during a segment (B, K), and one drawn from among them (B,)."""
         rule = segment.rule
@@ -221,7 +234,12 @@ class Trajectories:
         return state
 
     def _groups(
-        self, segment: Segment, x_B: Tensor, allowed_BK: Tensor, *, in_reverse: bool
+        self,
+        segment: Segment,
+        x_B: Tensor,
+        allowed_BK: Tensor,
+        *,
+        in_reverse: bool,
     ) -> list[tuple[Tensor | slice, Velocity]]:
         """Return the rows that are integrated together, each with its velocity."""
         if bool((allowed_BK.sum(1) > 1).any()):
@@ -254,12 +272,19 @@ class Trajectories:
         return SolverState(x_B, memory).of(order_B)
 
     def _integrate(
-        self, velocity: Velocity, times: Sequence[float], state: SolverState
+        self,
+        velocity: Velocity,
+        times: Sequence[float],
+        state: SolverState,
     ) -> SolverState:
         """Integrate one group of samples."""
 
         def step(
-            u: Velocity, x_B: Tensor, t: float, t_next: float, memory: SolverMemory
+            u: Velocity,
+            x_B: Tensor,
+            t: float,
+            t_next: float,
+            memory: SolverMemory,
         ) -> tuple[Tensor, SolverMemory]:
             result = self.step(u, x_B, t, t_next, memory)
             self.report_step(len(x_B))
@@ -318,7 +343,10 @@ def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
 
 
 def draw_noise(
-    samples: Sequence[int], shape: Sequence[int], seed: int, steps: int
+    samples: Sequence[int],
+    shape: Sequence[int],
+    seed: int,
+    steps: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the noise of some samples and one uniform number per step, each sample from its own random stream."""
     noise = np.empty((len(samples), *shape), np.float32)

@@ -10,7 +10,11 @@ from ddm.errors import ShapeError
 from ddm.protocol.learning import Training
 
 
-def augmented(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -> Tensor:
+def augmented(
+    x_BCHW: Tensor,
+    settings: Training,
+    random: np.random.Generator,
+) -> Tensor:
     """Return the images, each changed at random as the recipe says; nothing is drawn where it says nothing.
 
     Args:
@@ -39,7 +43,11 @@ def augmented(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -
     return x_BCHW
 
 
-def _moved(x: Tensor, axis: int, by_B: NDArray[np.int64]) -> Tensor:
+def _moved(
+    x: Tensor,
+    axis: int,
+    by_B: NDArray[np.int64],
+) -> Tensor:
     """Move each sample along an axis; what comes in is its edge."""
     side = x.shape[axis]
     index = torch.from_numpy((np.arange(side) - by_B[:, None]).clip(0, side - 1))

@@ -117,7 +117,11 @@ def kept_steps(settings: Training) -> tuple[int, ...]:
     return tuple(settings.num_steps * number // num for number in range(1, num + 1))
 
 
-def keep(folder: Path, step: int, averages: Sequence[Mapping[str, Tensor]]) -> None:
+def keep(
+    folder: Path,
+    step: int,
+    averages: Sequence[Mapping[str, Tensor]],
+) -> None:
     """Keep the averages of `KEPT_WIDTHS` after a step, beside the run's checkpoints.
 
     Raises:
@@ -130,7 +134,10 @@ def keep(folder: Path, step: int, averages: Sequence[Mapping[str, Tensor]]) -> N
 
 
 def average_of_width(
-    folder: Path, settings: Training, width: float, like: Mapping[str, Tensor]
+    folder: Path,
+    settings: Training,
+    width: float,
+    like: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the average of a finished run with another width than the recipe's, from the averages that it kept.
 

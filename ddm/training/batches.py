@@ -68,7 +68,12 @@ class Batch:
     chosen_B: Tensor | None = None
     uniform_B: Tensor | None = None
 
-    def part(self, index: int, num: int, device: torch.device) -> "Batch":
+    def part(
+        self,
+        index: int,
+        num: int,
+        device: torch.device,
+    ) -> "Batch":
         """Return one of `num` parts of about equal size, on a device; from pinned memory without waiting for it."""
         return self._each(
             lambda field: field.tensor_split(num)[index].to(device, non_blocking=True)
@@ -158,7 +163,11 @@ def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:
     return labels.masked_fill(hidden_B.view(-1, *[1] * (labels.dim() - 1)), null)
 
 
-def draw_times(distribution: TDistribution, num: int, random: np.random.Generator) -> Tensor:
+def draw_times(
+    distribution: TDistribution,
+    num: int,
+    random: np.random.Generator,
+) -> Tensor:
     """Draw training times, one in each of `num` equal quantiles, so that every batch covers the whole path.
 
     Returns:

@@ -188,7 +188,10 @@ def _recipe(
 
 
 def _take_steps(
-    state: TrainingState, steps: "_Steps", checkpoints: Checkpoints, run: TrainingRun
+    state: TrainingState,
+    steps: "_Steps",
+    checkpoints: Checkpoints,
+    run: TrainingRun,
 ) -> None:
     """Take the steps that the recipe still has, and write averages and checkpoints at theirs.
 
@@ -305,7 +308,11 @@ def _too_large(engine: Engine) -> SetupError:
     )
 
 
-def _stopped(process: TrainingProcess, step: int, should_stop: Callable[[], bool]) -> bool:
+def _stopped(
+    process: TrainingProcess,
+    step: int,
+    should_stop: Callable[[], bool],
+) -> bool:
     """Whether to stop; all processes stop when one of them does, and agreeing on it costs time."""
     if process.num_processes == 1:
         return should_stop()
@@ -315,7 +322,11 @@ def _stopped(process: TrainingProcess, step: int, should_stop: Callable[[], bool
     return bool(process.total(torch.tensor(float(should_stop()), device=process.device)))
 
 
-def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) -> str:
+def _run_digest(
+    recipe: Sequence[object],
+    examples: Examples,
+    model: nn.Module,
+) -> str:
     """Return the sha256 of everything that determines a run: recipe, data and initial weights."""
     named: dict[str, Images] = {"images": examples.images}
     if examples.labels is not None:
@@ -330,7 +341,12 @@ def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) 
     return digest.hexdigest()
 
 
-def _flops(model: nn.Module, examples: Examples, settings: Training, num_tokens: int) -> float:
+def _flops(
+    model: nn.Module,
+    examples: Examples,
+    settings: Training,
+    num_tokens: int,
+) -> float:
     """Count the operations of a run of one image a step, forward and backward."""
     num_masked_steps = first_whole_step(settings)
     num_whole_steps = settings.num_steps - num_masked_steps
@@ -343,7 +359,11 @@ def _flops(model: nn.Module, examples: Examples, settings: Training, num_tokens:
     return float(total)
 
 
-def _flops_per_image(model: nn.Module, examples: Examples, kept_BM: Tensor | None) -> int:
+def _flops_per_image(
+    model: nn.Module,
+    examples: Examples,
+    kept_BM: Tensor | None,
+) -> int:
     """Count the operations of one image's forward and backward pass, on tensors without memory."""
     # On the device "meta" tensors have shapes and no values, so that counting takes no memory and hardly any time.
     parameters = {

@@ -35,7 +35,12 @@ def num_kept(num_tokens: int, ratio: float) -> int:
     return max(1, round((1 - ratio) * num_tokens))
 
 
-def draw_kept(num: int, num_tokens: int, ratio: float, random: np.random.Generator) -> Tensor:
+def draw_kept(
+    num: int,
+    num_tokens: int,
+    ratio: float,
+    random: np.random.Generator,
+) -> Tensor:
     """Draw which tokens of each image are kept, uniformly among all sets of that size, ascending, shape (B, M)."""
     # The order of independent random numbers is a uniformly random permutation.
     order_BN = random.random((num, num_tokens)).argsort(axis=1)

@@ -88,7 +88,10 @@ class TrainingState:
         self.seconds = 0.0
 
     def advance(
-        self, batch: Batch, objective: TrainingObjective, teach: Teach | None = None
+        self,
+        batch: Batch,
+        objective: TrainingObjective,
+        teach: Teach | None = None,
     ) -> None:
         """Take one step; every process gets the same batch and takes its part, with the teacher's target if any."""
         share = torch.zeros_like(self.loss)

@@ -18,7 +18,12 @@ _LEAST_SIGMA = 1e-6  # of x_0, whose weight at sigma = 0 is a limit
 Weighting = Literal["none", "sigmoid"]
 
 
-def loss_weights(kind: Weighting, path: Path, prediction: Prediction, t_B: Tensor) -> Tensor | None:
+def loss_weights(
+    kind: Weighting,
+    path: Path,
+    prediction: Prediction,
+    t_B: Tensor,
+) -> Tensor | None:
     """Return the weight of each time in the squared error of the prediction, shape (B,); None for equal weights.
 
     With ``snr = alpha^2 / sigma^2`` the sigmoid weights of the squared error of eps are ``sigmoid(b - log snr)`` with
