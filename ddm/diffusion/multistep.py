@@ -44,7 +44,8 @@ class SolverMemory:
     @classmethod
     def empty(cls, x_B: Tensor) -> "SolverMemory":
         """Return an empty memory for these samples."""
-        return cls(torch.zeros(len(x_B), dtype=torch.bool, device=x_B.device))
+        is_valid_B = torch.zeros(len(x_B), dtype=torch.bool, device=x_B.device)
+        return cls(is_valid_B)
 
     @classmethod
     def joined(cls, parts: "Sequence[SolverMemory]") -> "SolverMemory":
@@ -86,17 +87,20 @@ def dpm_step(
         Lu et al. 2022, DPM-Solver++(2M), arXiv 2211.01095, algorithm 2.
     """
     t_B = filled(x_B, t)
-    x_0_B, _ = x_0_and_eps(path, x_B, velocity(x_B, t_B), t_B)
+    u_B = velocity(x_B, t_B)
+    x_0_B, _ = x_0_and_eps(path, x_B, u_B, t_B)
     held_B = x_0_B
     if memory.previous is not None:
-        log_snr = _log_snr(path, t)
-        log_snr_next = _log_snr(path, t_next)
-        log_snr_before = _log_snr(path, memory.previous.t)
+        lambda_here = _log_snr(path, t)
+        lambda_next = _log_snr(path, t_next)
+        lambda_before = _log_snr(path, memory.previous.t)
         # Without these a step at t = 1 or to t = 0 would extrapolate over an infinite distance.
-        if all(isfinite(value) for value in (log_snr, log_snr_next, log_snr_before)):
-            share = (log_snr_next - log_snr) / (2 * (log_snr - log_snr_before))
+        if isfinite(lambda_here) and isfinite(lambda_next) and isfinite(lambda_before):
+            share = (lambda_next - lambda_here) / (2 * (lambda_here - lambda_before))
+            # A sample that changed its expert has no estimate before: its share is 0, and its step of first order.
             share_B = memory.is_valid_B.to(x_B) * share
-            held_B = x_0_B + expand_time(share_B, x_B) * (x_0_B - memory.previous.x_0_B)
+            change_B = x_0_B - memory.previous.x_0_B
+            held_B = x_0_B + expand_time(share_B, x_B) * change_B
 
     # The exact solution of the linear part, over the whole step; sigma is above 0 wherever a step begins.
     alpha, sigma = _coefficients(path, t)
@@ -120,9 +124,12 @@ def _log_snr(path: Path, t: float) -> float:
 def _coefficients(path: Path, t: float) -> tuple[float, float]:
     # In double precision, since alpha / sigma is extreme near both ends.
     time = torch.tensor(t, dtype=torch.float64)
-    return float(path.alpha(time)), float(path.sigma(time))
+    alpha = float(path.alpha(time))
+    sigma = float(path.sigma(time))
+    return alpha, sigma
 
 
 def filled(x_B: Tensor, t: float) -> Tensor:
     """Return the time `t` once per sample of `x_B`, shape (B,)."""
-    return torch.full(x_B.shape[:1], t, dtype=x_B.dtype, device=x_B.device)
+    num_samples = len(x_B)
+    return torch.full((num_samples,), t, dtype=x_B.dtype, device=x_B.device)

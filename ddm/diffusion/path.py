@@ -153,7 +153,8 @@ def expand_time(t_B: Tensor, x_B: Tensor) -> Tensor:
         )
     # Broadcast over all data dimensions, images and volumes alike.
     num_inner = x_B.dim() - 1
-    return t_B.to(x_B).view(-1, *[1] * num_inner)
+    shape = (-1, *[1] * num_inner)
+    return t_B.to(x_B).view(shape)
 
 
 def x_t(
@@ -164,7 +165,9 @@ def x_t(
 ) -> Tensor:
     """``alpha_t x_0 + sigma_t eps``, shape (B, ...)."""
     t = expand_time(t_B, x_0)
-    return path.alpha(t) * x_0 + path.sigma(t) * eps
+    alpha = path.alpha(t)
+    sigma = path.sigma(t)
+    return alpha * x_0 + sigma * eps
 
 
 def velocity(
@@ -175,7 +178,9 @@ def velocity(
 ) -> Tensor:
     """``u = d_alpha_t x_0 + d_sigma_t eps``, shape (B, ...)."""
     t = expand_time(t_B, x_0)
-    return path.d_alpha(t) * x_0 + path.d_sigma(t) * eps
+    d_alpha = path.d_alpha(t)
+    d_sigma = path.d_sigma(t)
+    return d_alpha * x_0 + d_sigma * eps
 
 
 def x_0_and_eps(
@@ -225,7 +230,9 @@ def target_of(
             return eps
         case "v":
             t = expand_time(t_B, x_0)
-            return path.alpha(t) * eps - path.sigma(t) * x_0
+            alpha = path.alpha(t)
+            sigma = path.sigma(t)
+            return alpha * eps - sigma * x_0
         case "x_0":
             return x_0
         case _:
@@ -264,9 +271,11 @@ def x_0_and_eps_of(
     sigma = path.sigma(t)
     match prediction:
         case "eps":
-            return (x - sigma * predicted) / alpha, predicted
+            x_0 = (x - sigma * predicted) / alpha
+            return x_0, predicted
         case "x_0":
-            return predicted, (x - alpha * predicted) / sigma
+            eps = (x - alpha * predicted) / sigma
+            return predicted, eps
         case "v":
             power = alpha.square() + sigma.square()
             x_0 = (alpha * x - sigma * predicted) / power
@@ -283,8 +292,7 @@ def velocity_from_eps(
     t_B: Tensor,
 ) -> Tensor:
     """The velocity that `eps` implies; singular at alpha = 0, so t < 1."""
-    t = expand_time(t_B, x)
-    x_0 = (x - path.sigma(t) * eps) / path.alpha(t)
+    x_0, _ = x_0_and_eps_of(path, "eps", x, eps, t_B)
     return velocity(path, x_0, eps, t_B)
 
 
@@ -295,8 +303,7 @@ def velocity_from_x_0(
     t_B: Tensor,
 ) -> Tensor:
     """The velocity that `x_0` implies; singular at sigma = 0, so t > 0."""
-    t = expand_time(t_B, x)
-    eps = (x - path.alpha(t) * x_0) / path.sigma(t)
+    _, eps = x_0_and_eps_of(path, "x_0", x, x_0, t_B)
     return velocity(path, x_0, eps, t_B)
 
 
@@ -308,7 +315,8 @@ def score(
 ) -> Tensor:
     """The score ``grad log p_t(x) = -eps / sigma``; singular at sigma = 0, so t > 0."""
     _, eps = x_0_and_eps(path, x, u, t_B)
-    return -eps / path.sigma(expand_time(t_B, x))
+    sigma = path.sigma(expand_time(t_B, x))
+    return -eps / sigma
 
 
 def velocity_from_score(
@@ -318,7 +326,8 @@ def velocity_from_score(
     t_B: Tensor,
 ) -> Tensor:
     """The velocity that `score` implies; singular at alpha = 0, so t < 1."""
-    eps = -path.sigma(expand_time(t_B, x)) * score
+    sigma = path.sigma(expand_time(t_B, x))
+    eps = -sigma * score
     return velocity_from_eps(path, x, eps, t_B)
 
 
@@ -360,7 +369,8 @@ def as_velocity(
     highest = 1.0
     # The paths of `ddm.diffusion.schedules` have noise at t = 0 already, so that an x_0-prediction is not singular
     # there.
-    begins_at_data = float(path.sigma(torch.zeros(()))) == 0.0
+    sigma_at_0 = float(path.sigma(torch.zeros(())))
+    begins_at_data = sigma_at_0 == 0.0
     if prediction == "x_0" and begins_at_data:
         lowest = t_min
     if prediction == "eps":
@@ -373,8 +383,10 @@ def as_velocity(
         # The time of the same signal-to-noise ratio on the expert's path, and the nearest one that it can be called at.
         same_ratio_B = path.time_of(alpha_B, sigma_B)
         called_B = same_ratio_B.clamp(lowest, highest)
+        # c of the docstring: the scale of the expert's path at t' over that of the canonical path at t.
         own_scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B))
-        scale_B = own_scale_B / torch.hypot(alpha_B, sigma_B)
+        canonical_scale_B = torch.hypot(alpha_B, sigma_B)
+        scale_B = own_scale_B / canonical_scale_B
         x_own = expand_time(scale_B, x_B) * x_B
         predicted = expert(x_own, called_B, *condition)
         x_0, eps = x_0_and_eps_of(path, prediction, x_own, predicted, called_B)
@@ -385,8 +397,10 @@ def as_velocity(
         has_more_noise = expand_time(same_ratio_B - called_B, x_B) > 0
         has_less_noise = expand_time(called_B - same_ratio_B, x_B) > 0
         # Divided by 1 where the quotient is not used, since sigma and alpha may be 0 there.
-        eps_from_x_0 = (x_B - alpha * x_0) / torch.where(has_more_noise, sigma, 1.0)
-        x_0_from_eps = (x_B - sigma * eps) / torch.where(has_less_noise, alpha, 1.0)
+        sigma_or_1 = torch.where(has_more_noise, sigma, 1.0)
+        alpha_or_1 = torch.where(has_less_noise, alpha, 1.0)
+        eps_from_x_0 = (x_B - alpha * x_0) / sigma_or_1
+        x_0_from_eps = (x_B - sigma * eps) / alpha_or_1
         used_eps = torch.where(has_more_noise, eps_from_x_0, eps)
         used_x_0 = torch.where(has_less_noise, x_0_from_eps, x_0)
         return velocity(canonical, used_x_0, used_eps, t_B)

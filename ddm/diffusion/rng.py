@@ -17,5 +17,9 @@ def stream(purpose: str, seed: int, index: int) -> np.random.Generator:
         seed: the seed a person chose, >= 0.
         index: the sample or the training step, >= 0.
     """
-    key = hashlib.sha256(f"{purpose}\0{seed}\0{index}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64)))
+    # The three are separated by zero bytes, so that no two triples give the same text.
+    text = f"{purpose}\0{seed}\0{index}"
+    digest = hashlib.sha256(text.encode()).digest()
+    # Philox takes a key of 128 bits.
+    key = np.frombuffer(digest[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))

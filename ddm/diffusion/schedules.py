@@ -34,19 +34,27 @@ class _VariancePreserving:
     def alpha(self, t: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.alpha`."""
         # alpha^2 = 1 / (1 + (sigma / alpha)^2), where (sigma / alpha)^2 = exp(2 r).
-        return torch.sigmoid(-2 * self.log_ratio(t)).sqrt()
+        log_ratio = self.log_ratio(t)
+        return torch.sigmoid(-2 * log_ratio).sqrt()
 
     def sigma(self, t: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.sigma`."""
-        return torch.sigmoid(2 * self.log_ratio(t)).sqrt()
+        log_ratio = self.log_ratio(t)
+        return torch.sigmoid(2 * log_ratio).sqrt()
 
     def d_alpha(self, t: Tensor) -> Tensor:
         """``-r' alpha sigma^2``."""
-        return -self.d_log_ratio(t) * self.alpha(t) * self.sigma(t).square()
+        d_log_ratio = self.d_log_ratio(t)
+        alpha = self.alpha(t)
+        sigma = self.sigma(t)
+        return -d_log_ratio * alpha * sigma.square()
 
     def d_sigma(self, t: Tensor) -> Tensor:
         """``r' alpha^2 sigma``."""
-        return self.d_log_ratio(t) * self.alpha(t).square() * self.sigma(t)
+        d_log_ratio = self.d_log_ratio(t)
+        alpha = self.alpha(t)
+        sigma = self.sigma(t)
+        return d_log_ratio * alpha.square() * sigma
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,8 @@ class DiscretePath(_VariancePreserving):
 
     def alphas_cumprod(self) -> Tensor:
         """``alpha_n^2`` of every step, float64, shape (S,)."""
-        return torch.cumprod(1 - _betas(self.betas, self.first, self.last, self.num_steps), 0)
+        betas_S = _betas(self.betas, self.first, self.last, self.num_steps)
+        return torch.cumprod(1 - betas_S, 0)
 
     def step(self, t: Tensor) -> Tensor:
         """Return the number of the step at t, from 0 to S - 1, with a fraction between two steps."""
@@ -81,14 +90,15 @@ class DiscretePath(_VariancePreserving):
 
     def log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.log_ratio`."""
-        position, low, rise = self._segment(t)
-        step_before = position.detach().floor().clamp(0, self.num_steps - 2)
-        return (low + (position - step_before) * rise).to(t)
+        position, step_before, low, rise = self._segment(t)
+        log_ratio = low + (position - step_before) * rise
+        return log_ratio.to(t)
 
     def d_log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.d_log_ratio`."""
-        _, _, rise = self._segment(t)
-        return ((self.num_steps - 1) * rise).to(t)
+        _, _, _, rise = self._segment(t)
+        d_log_ratio = (self.num_steps - 1) * rise
+        return d_log_ratio.to(t)
 
     def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.time_of`; below 0 or above 1 for ratios that no step has."""
@@ -96,20 +106,27 @@ class DiscretePath(_VariancePreserving):
         ratio = sigma.double().log() - alpha.double().log()
         step_after = torch.searchsorted(ratio_S, ratio.contiguous(), right=True)
         # Beyond the first and last step, their segments are extended.
-        index = (step_after - 1).clamp(0, self.num_steps - 2)
-        rise = ratio_S[index + 1] - ratio_S[index]
-        position = index + (ratio - ratio_S[index]) / rise
-        return (position / (self.num_steps - 1)).to(alpha)
+        step_before = (step_after - 1).clamp(0, self.num_steps - 2)
+        low = ratio_S[step_before]
+        rise = ratio_S[step_before + 1] - low
+        position = step_before + (ratio - low) / rise
+        t = position / (self.num_steps - 1)
+        return t.to(alpha)
 
-    def _segment(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return t in steps, the ratio at the step before, and its rise to the next; float64."""
+    def _segment(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return t in steps, the step before, the ratio there, and its rise to the next step; all but it float64."""
         ratio_S = self._log_ratio_of_steps(t)
         position = (self.num_steps - 1) * t.double()
-        index = position.detach().floor().clamp(0, self.num_steps - 2).long()
-        return position, ratio_S[index], ratio_S[index + 1] - ratio_S[index]
+        # Without a gradient: within a segment the step before is constant.
+        whole_steps = position.detach().floor()
+        step_before = whole_steps.clamp(0, self.num_steps - 2).long()
+        low = ratio_S[step_before]
+        rise = ratio_S[step_before + 1] - low
+        return position, step_before, low, rise
 
     def _log_ratio_of_steps(self, like: Tensor) -> Tensor:
-        return _log_ratios(self.betas, self.first, self.last, self.num_steps).to(like.device)
+        ratio_S = _log_ratios(self.betas, self.first, self.last, self.num_steps)
+        return ratio_S.to(like.device)
 
 
 @dataclass(frozen=True)
@@ -130,21 +147,28 @@ class KarrasPath(_VariancePreserving):
     def log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.log_ratio`."""
         low, high = self._ends
-        return self.rho * torch.log(low + t * (high - low))
+        # The rho-th root of s(t), which is linear in t.
+        root = low + t * (high - low)
+        return self.rho * torch.log(root)
 
     def d_log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.d_log_ratio`."""
         low, high = self._ends
-        return self.rho * (high - low) / (low + t * (high - low))
+        root = low + t * (high - low)
+        return self.rho * (high - low) / root
 
     def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.time_of`; below 0 for ratios below `sigma_min`, above 1 beyond `sigma_max`."""
         low, high = self._ends
-        return ((sigma / alpha) ** (1 / self.rho) - low) / (high - low)
+        root = (sigma / alpha) ** (1 / self.rho)
+        return (root - low) / (high - low)
 
     @property
     def _ends(self) -> tuple[float, float]:
-        return self.sigma_min ** (1 / self.rho), self.sigma_max ** (1 / self.rho)
+        """The rho-th roots of both sigmas."""
+        low = self.sigma_min ** (1 / self.rho)
+        high = self.sigma_max ** (1 / self.rho)
+        return low, high
 
 
 def _betas(
@@ -153,14 +177,18 @@ def _betas(
     last: float,
     num_steps: int,
 ) -> Tensor:
+    """Return the betas of every step, float64, shape (S,)."""
     if kind == "linear":
         return torch.linspace(first, last, num_steps, dtype=torch.float64)
     if kind == "scaled_linear":
-        return torch.linspace(first**0.5, last**0.5, num_steps, dtype=torch.float64).square()
+        roots_S = torch.linspace(first**0.5, last**0.5, num_steps, dtype=torch.float64)
+        return roots_S.square()
     t = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
-    alpha_bar = torch.cos(pi / 2 * ((t + _COSINE_OFFSET) / (1 + _COSINE_OFFSET))).square()
+    shifted = (t + _COSINE_OFFSET) / (1 + _COSINE_OFFSET)
+    alpha_bar = torch.cos(pi / 2 * shifted).square()
+    betas_S = 1 - alpha_bar[1:] / alpha_bar[:-1]
     # The last beta would be 1: no data would be left, and the logarithm of the ratio would be infinite.
-    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=_MAX_BETA)
+    return betas_S.clamp(max=_MAX_BETA)
 
 
 @lru_cache
@@ -171,6 +199,8 @@ def _log_ratios(
     num_steps: int,
 ) -> Tensor:
     """``log(sigma / alpha)`` of every step, float64, on the CPU."""
+    betas_S = _betas(kind, first, last, num_steps)
     # By log1p and expm1, since alpha^2 is next to 1 in the first steps.
-    log_alpha_2 = torch.cumsum(torch.log1p(-_betas(kind, first, last, num_steps)), 0)
-    return (torch.log(-torch.expm1(log_alpha_2)) - log_alpha_2) / 2
+    log_alpha_2 = torch.cumsum(torch.log1p(-betas_S), 0)
+    sigma_2 = -torch.expm1(log_alpha_2)
+    return (torch.log(sigma_2) - log_alpha_2) / 2

@@ -51,7 +51,8 @@ def integrate(
     """
     check_times(times)
     step = solver_named(solver, path or LinearPath())
-    x_0, _ = follow(velocity, x_1, times, step, SolverMemory.empty(x_1))
+    memory = SolverMemory.empty(x_1)
+    x_0, _ = follow(velocity, x_1, times, step, memory)
     return x_0
 
 
@@ -75,7 +76,8 @@ def euler_step(
     t_next: float,
 ) -> Tensor:
     """``x + (t_next - t) u(x, t)``."""
-    return x_B + (t_next - t) * velocity(x_B, filled(x_B, t))
+    u_B = velocity(x_B, filled(x_B, t))
+    return x_B + (t_next - t) * u_B
 
 
 def midpoint_step(
@@ -85,8 +87,10 @@ def midpoint_step(
     t_next: float,
 ) -> Tensor:
     """Take the velocity halfway, where half of Euler's step ends."""
-    halfway = euler_step(velocity, x_B, t, (t + t_next) / 2)
-    return x_B + (t_next - t) * velocity(halfway, filled(x_B, (t + t_next) / 2))
+    t_half = (t + t_next) / 2
+    x_half = euler_step(velocity, x_B, t, t_half)
+    u_half = velocity(x_half, filled(x_B, t_half))
+    return x_B + (t_next - t) * u_half
 
 
 def heun_step(
@@ -102,7 +106,8 @@ def heun_step(
     """
     # Euler's step is the prediction, the average its correction.
     u_here = velocity(x_B, filled(x_B, t))
-    u_there = velocity(x_B + (t_next - t) * u_here, filled(x_B, t_next))
+    x_there = x_B + (t_next - t) * u_here
+    u_there = velocity(x_there, filled(x_B, t_next))
     return x_B + (t_next - t) / 2 * (u_here + u_there)
 
 
@@ -119,7 +124,8 @@ def rk4_step(
     u_2 = velocity(x_B + length / 2 * u_1, halfway)
     u_3 = velocity(x_B + length / 2 * u_2, halfway)
     u_4 = velocity(x_B + length * u_3, filled(x_B, t_next))
-    return x_B + length / 6 * (u_1 + 2 * (u_2 + u_3) + u_4)
+    weighted_sum = u_1 + 2 * (u_2 + u_3) + u_4
+    return x_B + length / 6 * weighted_sum
 
 
 def solver_named(name: SolverName, path: Path) -> Step:
@@ -140,7 +146,8 @@ def solver_named(name: SolverName, path: Path) -> Step:
         case "dpm":
             return partial(dpm_step, path=path)
         case _:
-            raise MathError("solver", expected=", ".join(get_args(SolverName)), got=repr(name))
+            names = ", ".join(get_args(SolverName))
+            raise MathError("solver", expected=names, got=repr(name))
 
 
 def _without_memory(step: Callable[[Velocity, Tensor, float, float], Tensor]) -> Step:
@@ -173,8 +180,11 @@ def check_times(times: Sequence[float]) -> None:
     Raises:
         MathError: times that do not, or fewer than two.
     """
-    descends = all(earlier > later for earlier, later in pairwise(times))
-    if len(times) < 2 or not descends or times[0] > 1 or times[-1] < 0:
+    # The number first: without any times there is no first one to compare.
+    is_valid = len(times) >= 2
+    is_valid = is_valid and times[0] <= 1 and times[-1] >= 0
+    is_valid = is_valid and all(earlier > later for earlier, later in pairwise(times))
+    if not is_valid:
         listed = [f"{t:g}" for t in times[:8]]
         if len(times) > 8:
             listed.append("...")

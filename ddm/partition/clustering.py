@@ -46,12 +46,10 @@ class Clusters:
         Raises:
             ShapeError: features of another dimension.
         """
-        if features.ndim != 2 or features.shape[1] != self.centroids_FD.shape[1]:
-            raise ShapeError(
-                "features",
-                expected=f"(N, {self.centroids_FD.shape[1]})",
-                got=str(tuple(features.shape)),
-            )
+        dim = self.centroids_FD.shape[1]
+        if features.ndim != 2 or features.shape[1] != dim:
+            got = str(tuple(features.shape))
+            raise ShapeError("features", expected=f"(N, {dim})", got=got)
         return NearestCentroid(self.centroids_FD).find(features)
 
     def groups(self, features: Tensor) -> Tensor:
@@ -71,7 +69,8 @@ class Clusters:
             )
         _check_indices("coarse cluster", self.coarse_F, num_coarse)
         _check_indices("group", self.group_F, num_groups)
-        pairs = torch.unique(torch.stack([self.group_F, self.coarse_F], 1), dim=0)
+        group_and_coarse_F2 = torch.stack([self.group_F, self.coarse_F], 1)
+        pairs = torch.unique(group_and_coarse_F2, dim=0)
         if len(pairs) > num_groups:
             raise PolicyError(
                 "the plan's groups",
@@ -81,13 +80,19 @@ class Clusters:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of these clusters."""
-        return {"centroids": self.centroids_FD, "coarse": self.coarse_F, "group": self.group_F}
+        return {
+            "centroids": self.centroids_FD,
+            "coarse": self.coarse_F,
+            "group": self.group_F,
+        }
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Clusters":
         """Rebuild the clusters from tensors loaded against `cluster_specs`."""
         return cls(
-            centroids_FD=tensors["centroids"], coarse_F=tensors["coarse"], group_F=tensors["group"]
+            centroids_FD=tensors["centroids"],
+            coarse_F=tensors["coarse"],
+            group_F=tensors["group"],
         )
 
 
@@ -110,8 +115,9 @@ def _check_indices(name: str, index_F: Tensor, num: int) -> None:
 
 def cluster_specs(num_fine: int, dim: int) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of stored clusters of `dim` features."""
+    centroids = TensorSpec("F32", (num_fine, dim))
     index = TensorSpec("I64", (num_fine,))
-    return {"centroids": TensorSpec("F32", (num_fine, dim)), "coarse": index, "group": index}
+    return {"centroids": centroids, "coarse": index, "group": index}
 
 
 def fit_clustering(
@@ -158,7 +164,9 @@ def fit_clustering(
             got=f"{num_distinct} distinct",
         )
     x_ND = features.double().numpy()
-    fine_N, centroids_FD = _k_means(x_ND, np.ones(len(x_ND)), num_fine, seed)
+    weight_N = np.ones(len(x_ND))
+    fine_N, centroids_FD = _k_means(x_ND, weight_N, num_fine, seed)
+    # Each level clusters the centroids of the level before, by the number of images that they stand for.
     weight_F = np.bincount(fine_N, minlength=num_fine).astype(np.float64)
     group_F, centre_GD = _k_means(centroids_FD, weight_F, num_groups, seed + 1)
     weight_G = np.bincount(group_F, weight_F, minlength=num_groups).astype(np.float64)
@@ -196,15 +204,16 @@ def _balance(
     # The shares of each row add up to 1, and the weights in each cluster to the same.
     sum_of_row = sparse.kron(sparse.eye(num_rows), np.ones((1, num_clusters)))
     weight_of_cluster = sparse.kron(weight_G[None], sparse.eye(num_clusters))
+    constraints = sparse.vstack([sum_of_row, weight_of_cluster])
     equal_C = np.full(num_clusters, weight_G.sum() / num_clusters)
+    required_sums = np.r_[np.ones(num_rows), equal_C]
+    weight_G1 = weight_G[:, None]
     coarse_G = np.zeros(num_rows, dtype=np.int64)
     for _ in range(_BALANCING_ROUNDS):
-        cost_GC = weight_G[:, None] * ((x_GD[:, None] - centre_CD) ** 2).sum(2)
-        solution = linprog(
-            cost_GC.ravel(),
-            A_eq=sparse.vstack([sum_of_row, weight_of_cluster]),
-            b_eq=np.r_[np.ones(num_rows), equal_C],
-        )
+        difference_GCD = x_GD[:, None] - centre_CD
+        distance_GC = (difference_GCD**2).sum(2)
+        cost_GC = weight_G1 * distance_GC
+        solution = linprog(cost_GC.ravel(), A_eq=constraints, b_eq=required_sums)
         if not solution.success:
             raise NumericalError(
                 "balancing",
@@ -216,7 +225,8 @@ def _balance(
         coarse_G = share_GC.argmax(1).astype(np.int64)
         if np.array_equal(coarse_before_G, coarse_G):
             break
-        weight_GC = np.eye(num_clusters)[coarse_G] * weight_G[:, None]
+        membership_GC = np.eye(num_clusters)[coarse_G]
+        weight_GC = membership_GC * weight_G1
         # A cluster may be empty.
         weight_C = np.maximum(weight_GC.sum(0), 1e-12)
         centre_CD = (weight_GC.T @ x_GD) / weight_C[:, None]
@@ -239,9 +249,12 @@ def _k_means(
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         try:
-            model = KMeans(num, n_init=4, random_state=seed % 2**32).fit(x, sample_weight=weight)
+            model = KMeans(num, n_init=4, random_state=seed % 2**32)
+            model.fit(x, sample_weight=weight)
         except ConvergenceWarning as error:
             raise DataError(
                 "public images", expected=f"{num} distinct clusters", got=f"fewer in {len(x)} rows"
             ) from error
-    return model.labels_.astype(np.int64), np.asarray(model.cluster_centers_, dtype=np.float64)
+    labels = model.labels_.astype(np.int64)
+    centroids = np.asarray(model.cluster_centers_, dtype=np.float64)
+    return labels, centroids

@@ -66,7 +66,8 @@ def known_parts(
         clusters_with_expert: the coarse clusters that have an expert, where the partition has clusters; the others join
             the nearest.
     """
-    all_groups = tuple(range(int(clusters.group_F.max()) + 1))
+    num_groups = int(clusters.group_F.max()) + 1
+    all_groups = tuple(range(num_groups))
     if isinstance(partition, RandomPartition):
         return tuple(
             ExpertPart(f"{silo_id}-{number}", None, all_groups)
@@ -78,7 +79,8 @@ def known_parts(
     parts = []
     for cluster in sorted(set(owner_G.tolist())):
         groups = torch.nonzero(owner_G == cluster)[:, 0].tolist()
-        parts.append(ExpertPart(f"{silo_id}-{cluster}", cluster, tuple(groups)))
+        part = ExpertPart(f"{silo_id}-{cluster}", cluster, tuple(groups))
+        parts.append(part)
     return tuple(parts)
 
 
@@ -98,7 +100,8 @@ def part_of_images(
     """
     if isinstance(partition, RandomPartition):
         generator = torch.Generator().manual_seed(seed)
-        return torch.randperm(len(group_N), generator=generator) % len(parts)
+        order_N = torch.randperm(len(group_N), generator=generator)
+        return order_N % len(parts)
     num_groups = 1 + max(max(part.groups) for part in parts)
     part_G = torch.zeros(num_groups, dtype=torch.int64)
     for number, part in enumerate(parts):
@@ -143,21 +146,24 @@ class Layout:
         share_E = []
         num_experts_K = torch.bincount(torch.tensor(self.silo_E)).tolist()
         for silo, part in zip(self.silo_E, self.parts, strict=True):
+            mass_G = mass_KG[silo]
             groups = list(part.groups)
-            part_G = torch.zeros_like(mass_KG[silo])
-            part_G[groups] = mass_KG[silo, groups]
-            mass_EG.append(part_G / part_G.sum())
+            part_G = torch.zeros_like(mass_G)
+            part_G[groups] = mass_G[groups]
+            total = part_G.sum()
+            mass_EG.append(part_G / total)
+            share = total
             if isinstance(self.partition, RandomPartition):
                 # Random parts cover all groups and have equal sizes.
-                share_E.append(torch.ones_like(part_G[0]) / num_experts_K[silo])
-            else:
-                share_E.append(part_G.sum())
+                share = torch.ones_like(total) / num_experts_K[silo]
+            share_E.append(share)
         return torch.stack(mass_EG), torch.stack(share_E)
 
 
 def _coarse_of_groups(clusters: Clusters) -> Tensor:
     """Return the coarse cluster of each group, shape (G,)."""
-    coarse_G = torch.zeros(int(clusters.group_F.max()) + 1, dtype=torch.int64)
+    num_groups = int(clusters.group_F.max()) + 1
+    coarse_G = torch.zeros(num_groups, dtype=torch.int64)
     coarse_G[clusters.group_F] = clusters.coarse_F
     return coarse_G
 
@@ -170,7 +176,8 @@ def _clusters_with_expert(clusters: Clusters, noisy_G: Tensor, min_images: int) 
     has_expert_C = size_C >= min_images
     # A silo has one expert at least, however few images it has.
     has_expert_C[size_C.argmax()] = True
-    return [int(cluster) for cluster in torch.nonzero(has_expert_C)[:, 0]]
+    clusters_with_expert: list[int] = torch.nonzero(has_expert_C)[:, 0].tolist()
+    return clusters_with_expert
 
 
 def _owning_clusters(clusters: Clusters, clusters_with_expert: Sequence[int]) -> Tensor:
@@ -178,7 +185,8 @@ def _owning_clusters(clusters: Clusters, clusters_with_expert: Sequence[int]) ->
     num_coarse = int(clusters.coarse_F.max()) + 1
     centroids_FD = clusters.centroids_FD.double()
     num_centroids_C = torch.bincount(clusters.coarse_F, minlength=num_coarse)
-    sum_CD = torch.zeros(num_coarse, centroids_FD.shape[1], dtype=torch.float64)
+    dim = centroids_FD.shape[1]
+    sum_CD = torch.zeros(num_coarse, dim, dtype=torch.float64)
     sum_CD.index_add_(0, clusters.coarse_F, centroids_FD)
     centre_CD = sum_CD / num_centroids_C[:, None]
     # Computed from differences: a matrix product rounds differently on each machine, so that the distance of a

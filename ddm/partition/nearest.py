@@ -67,12 +67,17 @@ class NearestCentroid:
         self.centre_D = centroids_FD.mean(0)
         self.centred_FD = centroids_FD - self.centre_D
         self.offset_F = self.centred_FD.square().sum(1) / 2
+        # The largest norm of a centroid, by which rounding errors are bounded.
         self.longest = float(self.offset_F.max().mul(2).sqrt())
         ones_F2 = torch.ones(len(centroids_FD), 2)
         # One product of these with (x, |x|^2 / 2, 1) gives half the squared distances.
         self.tables = {}
         for dtype in self.dtypes:
-            columns = [-self.centred_FD.to(dtype), ones_F2.to(dtype), _in_two(self.offset_F, dtype)]
+            columns = [
+                -self.centred_FD.to(dtype),
+                ones_F2.to(dtype),
+                _in_two(self.offset_F, dtype),
+            ]
             self.tables[dtype] = torch.cat(columns, 1).T
 
         # Torch warns once per process. It is made to do so here, since threads must not change the filters.
@@ -89,17 +94,18 @@ class NearestCentroid:
         A row whose values are not finite, or whose distances are not, goes to centroid 0, whatever the other rows are:
         so a histogram over centroids still moves by one row where one image is exchanged.
         """
-        nearest_N = torch.empty(len(features), dtype=torch.int64)
-
+        num, dim = features.shape
+        nearest_N = torch.empty(num, dtype=torch.int64)
         num_threads = torch.get_num_threads()
 
-        def find_in_blocks(number: int) -> None:
+        def find_in_blocks(thread: int) -> None:
             """Process every n-th block in a thread of its own, since numpy compares candidates in one thread."""
-            buffers = _Buffers(features.shape[1], len(self.offset_F), self.dtypes)
-            for start in range(number * _BLOCK, len(features), num_threads * _BLOCK):
-                block_BD = features[start : start + _BLOCK].float()
+            buffers = _Buffers(dim, len(self.offset_F), self.dtypes)
+            for start in range(thread * _BLOCK, num, num_threads * _BLOCK):
+                block = slice(start, start + _BLOCK)
+                block_BD = features[block].float()
                 nearest_B = self._nearest_of_block(block_BD, buffers)
-                nearest_N[start : start + _BLOCK] = torch.from_numpy(nearest_B)
+                nearest_N[block] = torch.from_numpy(nearest_B)
 
         try:
             workers = ThreadPoolExecutor(
@@ -114,8 +120,10 @@ class NearestCentroid:
 
     def _nearest_of_block(self, raw_BD: Tensor, buffers: _Buffers) -> NDArray[np.int64]:
         """Return the nearest centroid of each row of a block."""
-        x_BD = torch.sub(raw_BD, self.centre_D, out=buffers.x_BD[: len(raw_BD)])
-        energy_B = torch.linalg.vector_norm(x_BD, dim=1).square() / 2
+        num, dim = raw_BD.shape
+        x_BD = torch.sub(raw_BD, self.centre_D, out=buffers.x_BD[:num])
+        norm_B = torch.linalg.vector_norm(x_BD, dim=1)
+        energy_B = norm_B.square() / 2
         is_broken_B = ~torch.isfinite(energy_B)
         if bool(is_broken_B.any()):
             # The other rows are searched as if these were the centre, so that they do not depend on them.
@@ -127,20 +135,23 @@ class NearestCentroid:
         # Each step leaves fewer candidates, at a higher price for each.
         for dtype in self.dtypes:
             row_P, column_P = self._candidates(x_BD, energy_B, dtype, buffers)
-            if len(row_P) <= _MAX_CANDIDATES * len(x_BD):
+            if len(row_P) <= _MAX_CANDIDATES * num:
                 break
-        if len(row_P) == len(x_BD):
+        # Every row keeps its nearest centroid, so that as many pairs as rows are one for each row.
+        if len(row_P) == num:
             return column_P
 
         score_P = self._score(x_BD, row_P, column_P)
-        margin_B = 2.02 * self._rounding(energy_B, x_BD.shape[1], torch.float32)
+        # The errors of two scores that are compared.
+        margin_B = 2.02 * self._rounding(energy_B, dim, torch.float32)
         limit_B = _min_of_rows(score_P, row_P) + margin_B.double().numpy()
         is_near_P = score_P <= limit_B[row_P]
         row_P = row_P[is_near_P]
         column_P = column_P[is_near_P]
-        if len(row_P) > len(x_BD):
+        if len(row_P) > num:
             distance_P = self._exact_distances(raw_BD, row_P, column_P)
-            is_nearest_P = distance_P == _min_of_rows(distance_P, row_P)[row_P]
+            smallest_B = _min_of_rows(distance_P, row_P)
+            is_nearest_P = distance_P == smallest_B[row_P]
             row_P = row_P[is_nearest_P]
             column_P = column_P[is_nearest_P]
         # Columns ascend in each row, so that ties go to the lowest index.
@@ -160,18 +171,28 @@ class NearestCentroid:
         half_BF = buffers.half[dtype][:num]
         columns_BE[:, :dim] = x_BD
         columns_BE[:, dim : dim + 2] = _in_two(energy_B, dtype)
+        table_EF = self.tables[dtype]
         if dtype == torch.float32 and self.multiplies_by_numpy:
-            np.matmul(columns_BE.numpy(), self.tables[dtype].numpy(), out=half_BF.numpy())
+            np.matmul(columns_BE.numpy(), table_EF.numpy(), out=half_BF.numpy())
         else:
-            torch.mm(columns_BE, self.tables[dtype], out=half_BF)
+            torch.mm(columns_BE, table_EF, out=half_BF)
         # Distances are not negative, so their bits have their order, and integers are compared faster.
-        bits_BF = half_BF.view(_BITS[dtype])
-        min_B = bits_BF.amin(1).clamp(min=0).view(dtype).float()
+        bits_type = _BITS[dtype]
+        bits_BF = half_BF.view(bits_type)
+        min_bits_B = bits_BF.amin(1).clamp(min=0)
+        min_B = min_bits_B.view(dtype).float()
+        # Both scores of a comparison are off by the error before they are stored, and by one rounding to `dtype`;
+        # the last factor covers the rounding of the limit itself.
         unit = _UNITS[dtype]
         error_B = self._rounding(energy_B, dim, dtype)
-        limit_B = (min_B + 1.01 * (2 * error_B + 2 * unit * min_B)) * (1 + 2 * unit)
-        bits_B1 = limit_B.to(dtype).view(_BITS[dtype]).numpy()[:, None]
-        mask_BF = np.less_equal(bits_BF.numpy(), bits_B1, out=buffers.mask_BF[:num])
+        margin_B = 1.01 * (2 * error_B + 2 * unit * min_B)
+        limit_B = (min_B + margin_B) * (1 + 2 * unit)
+        limit_bits_B = limit_B.to(dtype).view(bits_type).numpy()
+        mask_BF = np.less_equal(
+            bits_BF.numpy(),
+            limit_bits_B[:, None],
+            out=buffers.mask_BF[:num],
+        )
         return np.divmod(_set_indices(mask_BF), len(self.offset_F))
 
     def _rounding(
@@ -199,7 +220,8 @@ class NearestCentroid:
         column_P: NDArray[np.int64],
     ) -> NDArray[np.float64]:
         """Return ``|c|^2 / 2 - x.c`` of each pair, computed in float32."""
-        ends_B = np.cumsum(np.bincount(row_P, minlength=len(x_BD)))
+        num_pairs_B = np.bincount(row_P, minlength=len(x_BD))
+        ends_B = np.cumsum(num_pairs_B)
         columns_P = torch.from_numpy(column_P)
         pairs = torch.sparse_csr_tensor(
             torch.from_numpy(np.r_[0, ends_B]),
@@ -208,9 +230,11 @@ class NearestCentroid:
             (len(x_BD), len(self.offset_F)),
             check_invariants=False,
         )
+        # Only the products of the pairs are computed, not all of the matrix.
         product_P = torch.sparse.sampled_addmm(pairs, x_BD, self.centred_FD.T).values()
-        score_P: NDArray[np.float64] = (self.offset_F[columns_P] - product_P).double().numpy()
-        return score_P
+        score_P = self.offset_F[columns_P] - product_P
+        as_float64: NDArray[np.float64] = score_P.double().numpy()
+        return as_float64
 
     def _exact_distances(
         self,
@@ -220,10 +244,13 @@ class NearestCentroid:
     ) -> NDArray[np.float64]:
         """Return the squared distance of each pair, float64; 0 where a row has a single pair."""
         distance_P = np.zeros(len(row_P))
-        open_P = np.flatnonzero(np.bincount(row_P)[row_P] > 1)
-        for start in range(0, len(open_P), _CHUNK):
-            chunk = open_P[start : start + _CHUNK]
-            difference = raw_BD[row_P[chunk]].double() - self.centroids_FD[column_P[chunk]].double()
+        num_pairs_B = np.bincount(row_P)
+        undecided_P = np.flatnonzero(num_pairs_B[row_P] > 1)
+        for start in range(0, len(undecided_P), _CHUNK):
+            chunk = undecided_P[start : start + _CHUNK]
+            features = raw_BD[row_P[chunk]].double()
+            centroids = self.centroids_FD[column_P[chunk]].double()
+            difference = features - centroids
             distance_P[chunk] = difference.square().sum(1).numpy()
         return distance_P
 
@@ -234,9 +261,12 @@ def _set_indices(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     num_in_words = len(flat) // 8 * 8
     in_words = flat[:num_in_words]
     word_W = np.flatnonzero(in_words.view(np.uint64))
-    position_P, byte_P = np.nonzero(in_words.reshape(-1, 8)[word_W])
+    bytes_W8 = in_words.reshape(-1, 8)[word_W]
+    position_P, byte_P = np.nonzero(bytes_W8)
+    index_P = word_W[position_P] * 8 + byte_P
+    # The last entries, fewer than a word.
     rest_P = num_in_words + np.flatnonzero(flat[num_in_words:])
-    return np.concatenate([word_W[position_P] * 8 + byte_P, rest_P])
+    return np.concatenate([index_P, rest_P])
 
 
 def _row_starts(row_P: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -246,11 +276,13 @@ def _row_starts(row_P: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _min_of_rows(value_P: NDArray[np.float64], row_P: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the smallest value of each row."""
-    min_B: NDArray[np.float64] = np.minimum.reduceat(value_P, _row_starts(row_P))
+    starts_B = _row_starts(row_P)
+    min_B: NDArray[np.float64] = np.minimum.reduceat(value_P, starts_B)
     return min_B
 
 
 def _in_two(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Split values into two columns of `dtype` whose sum approximates them."""
     high = value.to(dtype)
-    return torch.stack([high, (value - high.float()).to(dtype)], 1)
+    low = (value - high.float()).to(dtype)
+    return torch.stack([high, low], 1)

@@ -94,14 +94,14 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     if prior_K.shape != (num_experts,):
         got = f"shape {tuple(prior_K.shape)}"
         raise ShapeError("prior", expected=f"{num_experts} weights, one per expert", got=got)
-    if (
-        not bool(torch.isfinite(prior_K).all())
-        or bool((prior_K < 0).any())
-        or not bool((prior_K > 0).any())
-    ):
-        got = ", ".join(f"{weight:g}" for weight in prior_K[:16].tolist()) + (
-            ", ..." if num_experts > 16 else ""
-        )
+    are_finite = bool(torch.isfinite(prior_K).all())
+    has_negative = bool((prior_K < 0).any())
+    has_positive = bool((prior_K > 0).any())
+    if not are_finite or has_negative or not has_positive:
+        listed = [f"{weight:g}" for weight in prior_K[:16].tolist()]
+        if num_experts > 16:
+            listed.append("...")
+        got = ", ".join(listed)
         raise MathError("prior", expected="finite weights >= 0, not all 0", got=got)
     return torch.log(prior_K / prior_K.sum())
 
@@ -129,7 +129,8 @@ def posterior(
         ShapeError: the router does not return one value per sample and expert.
         NumericalError: a row has no finite value to normalise.
     """
-    w_BK = torch.softmax(_log_joint(router, x_B, t_B, log_prior_K), dim=-1)
+    log_joint_BK = _log_joint(router, x_B, t_B, log_prior_K)
+    w_BK = torch.softmax(log_joint_BK, dim=-1)
     # Where every expert with a prior above 0 has a likelihood of 0, there is nothing to normalise, and the row is NaN.
     if not bool(torch.isfinite(w_BK).all()):
         raise NumericalError("router", expected="a finite posterior", got="NaN or infinity")
@@ -147,7 +148,8 @@ def log_posterior(
     Raises:
         ShapeError, NumericalError: see `posterior`.
     """
-    log_w_BK = torch.log_softmax(_log_joint(router, x_B, t_B, log_prior_K), dim=-1)
+    log_joint_BK = _log_joint(router, x_B, t_B, log_prior_K)
+    log_w_BK = torch.log_softmax(log_joint_BK, dim=-1)
     if bool(log_w_BK.isnan().any()):
         raise NumericalError("router", expected="a finite posterior", got="NaN or infinity")
     return log_w_BK
@@ -159,6 +161,7 @@ def _log_joint(
     t_B: Tensor,
     log_prior_K: Tensor,
 ) -> Tensor:
+    """Return ``log pi_k + log p_t^k(x)``, shape (B, K)."""
     log_likelihood_BK = router.log_likelihood(x_B, t_B)
     expected = (x_B.shape[0], log_prior_K.shape[-1])
     if tuple(log_likelihood_BK.shape) != expected:

@@ -52,13 +52,14 @@ class Calibrated:
         training_prior: Sequence[float],
         path: Path,
     ) -> None:
-        if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
-            expected = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
+        lowest, highest = TEMPERATURES
+        if not lowest <= temperature <= highest:
+            expected = f"{lowest:g} to {highest:g}"
             raise MathError("router temperature", expected=expected, got=f"{temperature:g}")
         self.log_training_prior_E = log_prior(training_prior, router.num_experts)
-        if not bool(self.log_training_prior_E.isfinite().all()):
-            zeros = int((~self.log_training_prior_E.isfinite()).sum())
-            got = f"a share of 0 for {zeros} of {router.num_experts}"
+        is_zero_E = ~self.log_training_prior_E.isfinite()
+        if bool(is_zero_E.any()):
+            got = f"a share of 0 for {int(is_zero_E.sum())} of {router.num_experts}"
             raise MathError(
                 "router training prior", expected="a share above 0 for every expert", got=got
             )
@@ -74,7 +75,8 @@ class Calibrated:
             x_B: noised images, shape (B, ...).
             t_B: shape (B,), 0 is data, 1 is noise.
         """
-        return self._applied(self.router.log_likelihood(x_B, t_B), t_B)
+        output_BE = self.router.log_likelihood(x_B, t_B)
+        return self._applied(output_BE, t_B)
 
     @property
     def knows_shares(self) -> bool:
@@ -86,30 +88,39 @@ class Calibrated:
         if not isinstance(self.router, ConditionalRouter):
             return self
         router = self.router.given(condition_B)
-        training_prior_E = self.log_training_prior_E.exp()
-        return Calibrated(router, self.temperature, training_prior_E.tolist(), self.path)
+        training_prior_E = self.log_training_prior_E.exp().tolist()
+        return Calibrated(router, self.temperature, training_prior_E, self.path)
 
     def log_shares(self, condition_B: Tensor) -> Tensor:
         """Return ``log p(c | e)`` up to a term common to all e, which no temperature changes; 0 where nobody knows."""
         if isinstance(self.router, ConditionalRouter):
             return self.router.log_shares(condition_B)
-        return torch.zeros(len(condition_B), self.num_experts, device=condition_B.device)
+        shape = (len(condition_B), self.num_experts)
+        return torch.zeros(shape, device=condition_B.device)
 
     def on_sketches(self, rank: int) -> OnSketches | None:
         """Return this router on sketches of `rank` dimensions; None for one that needs the image itself."""
         if not isinstance(self.router, SketchRouter):
             return None
         narrow = self.router.head(rank)
-        return lambda s_BR, t_B: self._applied(narrow.sketch_log_likelihood(s_BR, t_B), t_B)
+
+        def log_likelihood(s_BR: Tensor, t_B: Tensor) -> Tensor:
+            output_BE = narrow.sketch_log_likelihood(s_BR, t_B)
+            return self._applied(output_BE, t_B)
+
+        return log_likelihood
 
     def _applied(self, output_BE: Tensor, t_B: Tensor) -> Tensor:
+        """Return ``(output - log rho) / T_t``."""
         temperature_B = temperature_at(self.temperature, t_B.to(output_BE), self.path)
-        return (output_BE - self.log_training_prior_E.to(output_BE)) / temperature_B[:, None]
+        log_rho_E = self.log_training_prior_E.to(output_BE)
+        return (output_BE - log_rho_E) / temperature_B[:, None]
 
 
 def temperature_at(temperature: float, t: Tensor, path: Path) -> Tensor:
     """Return ``T_t = 1 + (T - 1) alpha_t^2``, of the shape of t."""
-    return 1 + (temperature - 1) * path.alpha(t).square()
+    alpha = path.alpha(t)
+    return 1 + (temperature - 1) * alpha.square()
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,8 @@ class Calibration:
 
     def applied(self, router: Router) -> Calibrated:
         """Return a router that answers likelihoods as it would be published."""
-        return Calibrated(router, self.temperature, [1.0] * router.num_experts, self.path)
+        equal_shares = [1.0] * router.num_experts
+        return Calibrated(router, self.temperature, equal_shares, self.path)
 
 
 def calibrate(
@@ -148,18 +160,21 @@ def calibrate(
     """
     log_prior_E = log_prior(public.prior_E, router.num_experts)
     # Each band's answers of the router are computed once; temperatures only scale them.
-    log_likelihoods = [
-        public.log_likelihoods(router, band, index) for index, band in enumerate(bands)
-    ]
-    times = [public.times(band, index).double() for index, band in enumerate(bands)]
+    log_likelihoods = []
+    times = []
+    for index, band in enumerate(bands):
+        log_likelihoods.append(public.log_likelihoods(router, band, index))
+        times.append(public.times(band, index).double())
     # On the images that it was fitted on, the fitted temperature never does worse than 1.
     fit_N, judge_N = halves(public.group_N, public.seed)
     fit_weights = public.evidence.weights(public.group_N[fit_N], public.seed)
     fit_weight_NE = torch.from_numpy(fit_weights.weight_NE)
 
     def joint(band: int, temperature: float, rows: Tensor) -> Tensor:
-        temperature_DN = temperature_at(temperature, times[band][:, rows], public.path)
-        return log_likelihoods[band][:, rows] / temperature_DN[..., None] + log_prior_E
+        t_DN = times[band][:, rows]
+        log_likelihood_DNE = log_likelihoods[band][:, rows]
+        temperature_DN = temperature_at(temperature, t_DN, public.path)
+        return log_likelihood_DNE / temperature_DN[..., None] + log_prior_E
 
     def losses(temperature: float, rows: Tensor) -> Tensor:
         log_posteriors = []
@@ -170,7 +185,8 @@ def calibrate(
 
     def fit_loss(log_temperature: float) -> float:
         # Searched on a logarithmic scale, on which twice and half the temperature are equally far from 1.
-        loss_NE = losses(float(np.exp(log_temperature)), fit_N)
+        temperature = float(np.exp(log_temperature))
+        loss_NE = losses(temperature, fit_N)
         return float((fit_weight_NE * loss_NE).sum())
 
     best = minimize_scalar(
@@ -182,14 +198,19 @@ def calibrate(
     fitted = float(np.exp(best.x))
     weights = public.evidence.weights(public.group_N[judge_N], public.seed)
     # The change of the loss: a temperature that helps has a negative one.
-    change_1NE = (losses(fitted, judge_N) - losses(1.0, judge_N)).numpy()[None]
-    helps_clearly = weights.intervals(change_1NE)[0, 1] < -_MIN_GAIN
-    chosen = fitted if helps_clearly else 1.0
+    change_NE = losses(fitted, judge_N) - losses(1.0, judge_N)
+    _, highest_change = weights.intervals(change_NE.numpy()[None])[0]
+    chosen = 1.0
+    if highest_change < -_MIN_GAIN:
+        chosen = fitted
     errors = []
-    for band, (low, high) in enumerate(bands):
-        before, _ = reliability(weights, joint(band, 1.0, judge_N).softmax(2))
-        after, bins = reliability(weights, joint(band, chosen, judge_N).softmax(2))
-        errors.append(CalibrationBand(low=low, high=high, before=before, after=after, bins=bins))
+    for index, (low, high) in enumerate(bands):
+        w_before_DNE = joint(index, 1.0, judge_N).softmax(2)
+        w_after_DNE = joint(index, chosen, judge_N).softmax(2)
+        before, _ = reliability(weights, w_before_DNE)
+        after, bins = reliability(weights, w_after_DNE)
+        band_errors = CalibrationBand(low=low, high=high, before=before, after=after, bins=bins)
+        errors.append(band_errors)
     return Calibration(temperature=chosen, errors=tuple(errors), path=public.path)
 
 
@@ -211,6 +232,7 @@ def reliability(
     most_probable = w_DNE.max(2)
     confidence_DN = most_probable.values.numpy()
     top_DN = most_probable.indices.numpy()
+    # A confidence of 1 belongs to the last bin.
     bin_DN = np.minimum((confidence_DN * _BINS).astype(np.int64), _BINS - 1)
     gap_ZNE = np.zeros((_BINS, num_images, num_experts))
     share_Z = np.zeros(_BINS)
@@ -221,18 +243,22 @@ def reliability(
         # A public image has no label. It counts for every expert by its weight, and is a hit for the most probable one.
         gap_ZNE[bin_N, rows] += confidence_N[:, None] / num_draws
         gap_ZNE[bin_N, rows, top_N] -= 1 / num_draws
+        weighted_confidence_N = weight_N * confidence_N / num_draws
         share_Z += np.bincount(bin_N, weight_N / num_draws, _BINS)
-        confidence_Z += np.bincount(bin_N, weight_N * confidence_N / num_draws, _BINS)
+        confidence_Z += np.bincount(bin_N, weighted_confidence_N, _BINS)
     gap_Z = weights.means(gap_ZNE)
     drawn_SZ = weights.bootstrap(gap_ZNE)
     value = np.abs(gap_Z).sum(keepdims=True)
-    low, high = spread(value, np.abs(drawn_SZ).sum(1, keepdims=True))[0]
+    drawn_value_S1 = np.abs(drawn_SZ).sum(1, keepdims=True)
+    low, high = spread(value, drawn_value_S1)[0]
     bins = []
-    for z in np.nonzero(share_Z >= _MIN_SHARE)[0]:
+    bins_with_images = np.nonzero(share_Z >= _MIN_SHARE)[0]
+    for z in bins_with_images:
         low_gap, high_gap = spread(gap_Z, drawn_SZ)[z]
         # A gap is confidence less accuracy, so that the highest gap is the lowest accuracy.
         gaps = np.array([gap_Z[z], high_gap, low_gap])
-        value_low_high = np.clip((confidence_Z[z] - gaps) / share_Z[z], 0, 1)
+        accuracies = (confidence_Z[z] - gaps) / share_Z[z]
+        value_low_high = np.clip(accuracies, 0, 1)
         reliability_bin = ReliabilityBin(
             share=float(share_Z[z]),
             confidence=float(confidence_Z[z] / share_Z[z]),
@@ -240,12 +266,17 @@ def reliability(
         )
         bins.append(reliability_bin)
     # The interval is shifted by the bootstrap and may reach below 0, where no sum of absolute values is.
-    return (float(value[0]), max(float(low), 0.0), float(high)), tuple(bins)
+    error = (float(value[0]), max(float(low), 0.0), float(high))
+    return error, tuple(bins)
 
 
 def halves(group_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Split the images of each group into two halves at random."""
-    order_N = torch.randperm(len(group_N), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    random_N = torch.randperm(len(group_N), generator=generator)
     # Every second image of a list that is sorted by group: both halves have the groups in the same proportions.
-    order_N = order_N[group_N[order_N].argsort(stable=True)]
-    return order_N[::2].sort().values, order_N[1::2].sort().values
+    by_group_N = group_N[random_N].argsort(stable=True)
+    order_N = random_N[by_group_N]
+    first = order_N[::2].sort().values
+    second = order_N[1::2].sort().values
+    return first, second

@@ -56,7 +56,10 @@ class Comparison:
     @property
     def worse(self) -> tuple[BandComparison, ...]:
         """The bands in which the candidate is worse; it may be published if there are none."""
-        return tuple(band for band in (*self.bands, self.sketches) if band and band.worse)
+        compared = list(self.bands)
+        if self.sketches is not None:
+            compared.append(self.sketches)
+        return tuple(band for band in compared if band.worse)
 
 
 def compare(
@@ -104,10 +107,11 @@ def compare(
     counts_MNE = np.stack(public.losses(counts, bands))
     candidate_MNE = np.stack(public.losses(candidate, bands))
     intervals = weights.intervals(candidate_MNE - counts_MNE, num_looks)
-    means = zip(weights.means(counts_MNE), weights.means(candidate_MNE), strict=True)
+    counts_M = weights.means(counts_MNE).tolist()
+    candidate_M = weights.means(candidate_MNE).tolist()
     compared_bands = []
-    for band, (counts_mean, candidate_mean), interval in zip(bands, means, intervals, strict=True):
-        compared = _band(band, prior, float(counts_mean), float(candidate_mean), interval)
+    for index, band in enumerate(bands):
+        compared = _band(band, prior, counts_M[index], candidate_M[index], intervals[index])
         compared_bands.append(compared)
 
     sketches = None
@@ -124,7 +128,8 @@ def minus_prior(router: Router, public: PublicData) -> tuple[float, float, float
         public: the public images.
     """
     prior_E = log_prior(public.prior_E, router.num_experts).numpy()
-    excess_1NE = (np.mean(public.losses(router), axis=0) + prior_E)[None]
+    loss_NE = np.mean(public.losses(router), axis=0)
+    excess_1NE = (loss_NE + prior_E)[None]
     weights = public.weights
     value = float(weights.means(excess_1NE)[0])
     low, high = weights.intervals(excess_1NE)[0].tolist()
@@ -187,7 +192,8 @@ def _compare_sketches(
         got = str(len(held_out.sketches))
         raise ShapeError("held-out sketches", expected=f"{num_silos} silos", got=got)
     log_prior_E = log_prior(public.prior_E, len(silo_E))
-    prior_K = torch.zeros(num_silos, dtype=torch.float64).index_add_(0, silo_E, log_prior_E.exp())
+    prior_K = torch.zeros(num_silos, dtype=torch.float64)
+    prior_K.index_add_(0, silo_E, log_prior_E.exp())
 
     def losses(
         router: OnSketches,
@@ -196,24 +202,30 @@ def _compare_sketches(
         k: int,
     ) -> Tensor:
         """Return each sketch's loss, averaged over draws; the label of silo k stands for all of its experts."""
-        log_BE = (router(s_BR, t_B).double() + log_prior_E).log_softmax(1)
-        return -log_BE[:, silo_E == k].logsumexp(1).view(_DRAWS, -1).mean(0)
+        log_joint_BE = router(s_BR, t_B).double() + log_prior_E
+        log_w_BE = log_joint_BE.log_softmax(1)
+        log_of_silo_B = log_w_BE[:, silo_E == k].logsumexp(1)
+        return -log_of_silo_B.view(_DRAWS, -1).mean(0)
 
     means = torch.zeros(2, dtype=torch.float64)
     variance = 0.0
     for k, s_NR in enumerate(held_out.sketches):
         s_BR = s_NR.double().repeat(_DRAWS, 1)
-        t_B = t_r + (1 - t_r) * torch.rand(len(s_BR), generator=generator, dtype=torch.float64)
+        uniform_B = torch.rand(len(s_BR), generator=generator, dtype=torch.float64)
+        t_B = t_r + (1 - t_r) * uniform_B
         s_BR = held_out.sketch.renoise(s_BR, t_r, t_B, public.path, generator)
         # Both routers judge the same noised sketches: the variance of their difference is far below that of either
         # loss.
         loss_2N = torch.stack([losses(router, s_BR, t_B, k) for router in routers])
         means += prior_K[k] * loss_2N.mean(1)
-        spread = float((loss_2N[1] - loss_2N[0]).var(correction=0)) / max(loss_2N.shape[1] - 1, 1)
-        variance += float(prior_K[k].square()) * spread
+        difference_N = loss_2N[1] - loss_2N[0]
+        # The variance of a stratified mean: the sum over silos of pi_k^2 s_k^2 / n_k.
+        variance_of_mean = float(difference_N.var(correction=0)) / max(len(difference_N) - 1, 1)
+        variance += float(prior_K[k].square()) * variance_of_mean
     # The cross-entropy of a router that always answers the prior.
     entropy = -float((prior_K * prior_K.log()).sum())
     half = -float(ndtri(0.025 / num_looks)) * variance**0.5
     counts, candidate = means.tolist()
     difference = candidate - counts
-    return _band((t_r, 1.0), entropy, counts, candidate, (difference - half, difference + half))
+    interval = (difference - half, difference + half)
+    return _band((t_r, 1.0), entropy, counts, candidate, interval)

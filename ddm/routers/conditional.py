@@ -29,10 +29,13 @@ class ConditionalPrior:
     mass_ECG: Tensor
 
     def __post_init__(self) -> None:
-        for subject, share in (("class priors", self.prior_CE), ("class masses", self.mass_ECG)):
-            off = float((share.sum(-1) - 1).abs().max())
-            if not bool((share >= 0).all()) or off > 1e-3:
-                got = f"shares down to {float(share.min()):g} and sums that differ from 1 by up to {off:g}"
+        parts = {"class priors": self.prior_CE, "class masses": self.mass_ECG}
+        for subject, shares in parts.items():
+            off = float((shares.sum(-1) - 1).abs().max())
+            # Written with `not`, so that NaN is refused too.
+            if not bool((shares >= 0).all()) or off > 1e-3:
+                lowest = float(shares.min())
+                got = f"shares down to {lowest:g} and sums that differ from 1 by up to {off:g}"
                 raise NumericalError(subject, expected="shares >= 0 that sum to 1", got=got)
 
     @classmethod
@@ -64,20 +67,25 @@ class ConditionalPrior:
         count_KCG, error_KCG = expected_class_counts(sketch, noisy_KCG, num_units, epsilon)
         units_K = torch.tensor(num_units, dtype=torch.float64)
         if counted_K is not None:
-            scale_K = torch.tensor(counted_K, dtype=torch.float64) / units_K
+            counted_units_K = torch.tensor(counted_K, dtype=torch.float64)
+            scale_K = counted_units_K / units_K
             count_KCG = count_KCG * scale_K[:, None, None]
             error_KCG = error_KCG * scale_K[:, None, None]
-            units_K = torch.tensor(counted_K, dtype=torch.float64)
+            units_K = counted_units_K
         prior_K = units_K / units_K.sum()
+        # a_c of the docstring: errors of cells are independent, so that their squares add up.
         unknown_C = error_KCG.square().sum((0, 2)).sqrt()
         count_KC = count_KCG.sum(2)
-        prior_KC = (count_KC + prior_K[:, None] * unknown_C) / (count_KC.sum(0) + unknown_C)
+        of_prior_KC = prior_K[:, None] * unknown_C
+        total_C = count_KC.sum(0) + unknown_C
+        prior_KC = (count_KC + of_prior_KC) / total_C
         silo_E = list(layout.silo_E)
         masses = []
         priors = []
         for c in range(num_classes):
             # Within a class a silo's experts divide its data by their groups, as they do over all classes.
-            mass_EG, share_E = layout.split(count_KCG[:, c] / count_KC[:, c, None])
+            mass_KG = count_KCG[:, c] / count_KC[:, c, None]
+            mass_EG, share_E = layout.split(mass_KG)
             masses.append(mass_EG)
             priors.append(prior_KC[silo_E, c] * share_E)
         return cls(torch.stack(priors), torch.stack(masses, 1))
@@ -88,10 +96,9 @@ class ConditionalPrior:
         Raises:
             ShapeError: there is no such class.
         """
-        if not 0 <= label < len(self.prior_CE):
-            raise ShapeError(
-                "class", expected=f"a class, 0 to {len(self.prior_CE) - 1}", got=str(label)
-            )
+        num_classes = len(self.prior_CE)
+        if not 0 <= label < num_classes:
+            raise ShapeError("class", expected=f"a class, 0 to {num_classes - 1}", got=str(label))
         return self.prior_CE[label].double().log()
 
     def router(self, label: int, sketch: Sketch, path: Path) -> CountsRouter:
@@ -100,8 +107,10 @@ class ConditionalPrior:
         Raises:
             ShapeError: there is no such class, or the sketch has other groups.
         """
+        # Refuses a class that there is not.
         self.log_prior(label)
-        return CountsRouter(sketch, self.mass_ECG[:, label].double().log(), path)
+        log_mass_EG = self.mass_ECG[:, label].double().log()
+        return CountsRouter(sketch, log_mass_EG, path)
 
 
 def expected_class_counts(
@@ -114,10 +123,14 @@ def expected_class_counts(
     num_classes = noisy_KCG.shape[1]
     # The public shares are of groups alone, so that the prior takes all classes for equally frequent.
     weight_CG = sketch.group_weight_G.double().repeat(num_classes, 1) / num_classes
-    cells = [
-        expected_counts(noisy.flatten().numpy(), n, epsilon, weight_CG.flatten().numpy())
-        for noisy, n in zip(noisy_KCG, num_units, strict=True)
-    ]
-    count_KCG = torch.stack([torch.from_numpy(cell.mean_G) for cell in cells])
-    error_KCG = torch.stack([torch.from_numpy(cell.deviation_G) for cell in cells])
-    return count_KCG.view(noisy_KCG.shape), error_KCG.view(noisy_KCG.shape)
+    weight_J = weight_CG.flatten().numpy()
+    counts = []
+    errors = []
+    for noisy_CG, num in zip(noisy_KCG, num_units, strict=True):
+        noisy_J = noisy_CG.flatten().numpy()
+        estimate = expected_counts(noisy_J, num, epsilon, weight_J)
+        counts.append(torch.from_numpy(estimate.mean_G))
+        errors.append(torch.from_numpy(estimate.deviation_G))
+    count_KCG = torch.stack(counts).view(noisy_KCG.shape)
+    error_KCG = torch.stack(errors).view(noisy_KCG.shape)
+    return count_KCG, error_KCG

@@ -46,17 +46,20 @@ class CountsRouter:
             )
         log_mass_KG = log_mass_KG.double()
         total_K = log_mass_KG.logsumexp(1)
-        if not bool(torch.isfinite(total_K).all()) or float(total_K.abs().max()) > 1e-3:
-            got = f"sums of {float(total_K.exp().min()):g} to {float(total_K.exp().max()):g}"
+        # Not finite where a share is NaN, or where all shares of an expert are 0.
+        are_finite = bool(torch.isfinite(total_K).all())
+        if not are_finite or float(total_K.abs().max()) > 1e-3:
+            sum_K = total_K.exp()
+            got = f"sums of {float(sum_K.min()):g} to {float(sum_K.max()):g}"
             raise NumericalError("mass", expected="shares that sum to 1", got=got)
         self.num_experts = len(log_mass_KG)
         self.sketch = sketch
         self.path = path
-        # float32 storage leaves errors of 1e-7, which show at t = 1
+        # Normalised again: float32 storage leaves errors of 1e-7, which show at t = 1.
         self.log_mass_KG = log_mass_KG - total_K[:, None]
-        self.error_KG = (
-            torch.zeros_like(self.log_mass_KG) if error_KG is None else error_KG.double()
-        )
+        if error_KG is None:
+            error_KG = torch.zeros_like(self.log_mass_KG)
+        self.error_KG = error_KG.double()
         self._groups = NoisedGaussians(sketch.group_mean_GR, sketch.group_cov_GRR)
 
     @classmethod
@@ -84,16 +87,17 @@ class CountsRouter:
             sketch.group_weight_G.double().numpy(),
             sketch.group_mean_GR.double(),
         )
-        mean_KG = torch.stack([torch.from_numpy(estimate.mean_G) for estimate in estimates])
-        deviation_KG = torch.stack(
-            [torch.from_numpy(estimate.deviation_G) for estimate in estimates]
-        )
+        means = [torch.from_numpy(estimate.mean_G) for estimate in estimates]
+        deviations = [torch.from_numpy(estimate.deviation_G) for estimate in estimates]
         n_K1 = torch.tensor(num_units, dtype=torch.float64)[:, None]
-        return cls(sketch, (mean_KG / n_K1).log(), path, deviation_KG / n_K1)
+        mass_KG = torch.stack(means) / n_K1
+        error_KG = torch.stack(deviations) / n_K1
+        return cls(sketch, mass_KG.log(), path, error_KG)
 
     def head(self, rank: int) -> "CountsRouter":
         """Return the same mixture in the sketch's leading `rank` dimensions, those of the silos' sketches."""
-        return CountsRouter(self.sketch.head(rank), self.log_mass_KG, self.path, self.error_KG)
+        narrow_sketch = self.sketch.head(rank)
+        return CountsRouter(narrow_sketch, self.log_mass_KG, self.path, self.error_KG)
 
     def split(self, layout: Layout) -> "CountsRouter":
         """Return the router of experts from this one of silos, dividing each silo's groups among its experts."""
@@ -101,7 +105,8 @@ class CountsRouter:
         silo_E = list(layout.silo_E)
         # An expert's share of its silo's group scales the error too. Estimated shares are never 0.
         ratio_EG = mass_EG / self.log_mass_KG[silo_E].exp()
-        return CountsRouter(self.sketch, mass_EG.log(), self.path, self.error_KG[silo_E] * ratio_EG)
+        error_EG = self.error_KG[silo_E] * ratio_EG
+        return CountsRouter(self.sketch, mass_EG.log(), self.path, error_EG)
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | k, t)`` up to a term common to all k, shape (B, K); equal for all k at t = 1.
@@ -110,7 +115,8 @@ class CountsRouter:
             x_B: noised images, shape (B, ...).
             t_B: shape (B,), 0 is data, 1 is noise.
         """
-        return self.sketch_log_likelihood(self.sketch.of(x_B, t_B, self.path), t_B)
+        s_BR = self.sketch.of(x_B, t_B, self.path)
+        return self.sketch_log_likelihood(s_BR, t_B)
 
     def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, K)."""
@@ -126,9 +132,9 @@ class CountsRouter:
     def group_log_density(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log N(s; alpha m_c, alpha^2 S_c + (sigma / C)^2 I)`` up to a common constant, shape (B, G)."""
         t_B = t_B.to(s_BR)
-        return self._groups.log_density(
-            s_BR, self.path.alpha(t_B), self.path.sigma(t_B) / self.sketch.scale
-        )
+        alpha_B = self.path.alpha(t_B)
+        noise_B = self.path.sigma(t_B) / self.sketch.scale
+        return self._groups.log_density(s_BR, alpha_B, noise_B)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a release stores; the sketch is the plan's."""
@@ -142,7 +148,8 @@ class CountsRouter:
         path: Path,
     ) -> "CountsRouter":
         """Rebuild the router from tensors loaded against `counts_router_specs`."""
-        return cls(sketch, tensors["mass"].double().log(), path, tensors["mass_error"])
+        log_mass_KG = tensors["mass"].double().log()
+        return cls(sketch, log_mass_KG, path, tensors["mass_error"])
 
 
 def counts_router_specs(num_experts: int, num_groups: int) -> dict[str, TensorSpec]:

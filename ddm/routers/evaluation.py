@@ -57,30 +57,32 @@ def cross_entropy(
     log_prior_K = log_prior(prior, router.num_experts)
     prior_K = log_prior_K.exp()
     size_K = torch.bincount(label_N, minlength=router.num_experts)
-    if (
-        len(label_N) != len(x_N)
-        or len(size_K) != len(prior_K)
-        or bool(((size_K == 0) & (prior_K > 0)).any())
-    ):
-        got = (
-            f"{len(label_N)} labels for {len(x_N)} images, images per expert {size_K[:16].tolist()}"
-        )
+    num_labels = len(label_N)
+    num_images = len(x_N)
+    is_valid = num_labels == num_images
+    # A label above the last expert makes more counts than there are experts.
+    is_valid = is_valid and len(size_K) == len(prior_K)
+    is_valid = is_valid and bool((size_K[prior_K > 0] > 0).all())
+    if not is_valid:
+        sizes = size_K[:16].tolist()
+        got = f"{num_labels} labels for {num_images} images, images per expert {sizes}"
         raise ShapeError(
             "labels", expected="one label per image, and an image of every expert", got=got
         )
     scores = []
     for index, (low, high) in enumerate(times):
-        log_DNK = noised_log_likelihood(router, x_N, (low, high), seed + index, path)
-        log_NK = (log_DNK + log_prior_K).log_softmax(2).mean(0)
+        log_likelihood_DNK = noised_log_likelihood(router, x_N, (low, high), seed + index, path)
+        log_w_DNK = (log_likelihood_DNK + log_prior_K).log_softmax(2)
+        log_NK = log_w_DNK.mean(0)
         value = 0.0
         variance = 0.0
-        for k in torch.nonzero(prior_K)[:, 0].tolist():
+        experts_with_prior = torch.nonzero(prior_K)[:, 0].tolist()
+        for k in experts_with_prior:
             loss_n = -log_NK[label_N == k, k]
             value += float(prior_K[k] * loss_n.mean())
             # The variance of a stratified mean: the sum over experts of pi_k^2 s_k^2 / n_k.
-            variance += float(prior_K[k].square() * loss_n.var(correction=0)) / max(
-                len(loss_n) - 1, 1
-            )
+            weighted_variance = float(prior_K[k].square() * loss_n.var(correction=0))
+            variance += weighted_variance / max(len(loss_n) - 1, 1)
         scores.append(BandScore(low=low, high=high, value=value, error=variance**0.5))
     return tuple(scores)
 
@@ -104,8 +106,11 @@ def noised_log_likelihood(
         noise = torch.randn(x_N.shape, generator=generator)
         noised = x_t(path or LinearPath(), x_N, noise, t_N)
         chunks = []
-        for x_B, t_B in zip(torch.split(noised, _BLOCK), torch.split(t_N, _BLOCK), strict=True):
-            chunks.append(router.log_likelihood(x_B, t_B).double())
+        # In blocks, since a router may need much more memory than the images.
+        for start in range(0, len(noised), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            log_BK = router.log_likelihood(noised[block], t_N[block])
+            chunks.append(log_BK.double())
         draws_of_images.append(torch.cat(chunks))
     return torch.stack(draws_of_images)
 
@@ -118,4 +123,5 @@ def times_of(
 ) -> Tensor:
     """Draw the times that images are noised to, shape (D, N): before any noise, so that they can be drawn alone."""
     low, high = band
-    return low + (high - low) * torch.rand(draws, num, generator=generator)
+    uniform_DN = torch.rand(draws, num, generator=generator)
+    return low + (high - low) * uniform_DN

@@ -31,17 +31,23 @@ class NoisedGaussians:
 
     def __init__(self, mean_GR: Tensor, cov_GRR: Tensor) -> None:
         num, rank = mean_GR.shape
-        if cov_GRR.shape != (num, rank, rank):
+        expected_shape = (num, rank, rank)
+        if cov_GRR.shape != expected_shape:
             raise ShapeError(
-                "covariances", expected=str((num, rank, rank)), got=str(tuple(cov_GRR.shape))
+                "covariances", expected=str(expected_shape), got=str(tuple(cov_GRR.shape))
             )
-        if not bool(torch.isfinite(mean_GR).all() and torch.isfinite(cov_GRR).all()):
+        are_means_finite = bool(torch.isfinite(mean_GR).all())
+        are_covariances_finite = bool(torch.isfinite(cov_GRR).all())
+        if not are_means_finite or not are_covariances_finite:
             raise NumericalError(
                 "Gaussians", expected="finite means and covariances", got="NaN or infinity"
             )
+        # In its own axes a Gaussian is independent in each, and remains so with any amount of noise, so that one
+        # product with the axes of all of them replaces a decomposition for each t.
         spread_GR, axes_GRR = torch.linalg.eigh(cov_GRR.double())
-        if float(spread_GR.min()) <= 0:
-            got = f"a smallest eigenvalue of {float(spread_GR.min()):g}"
+        smallest = float(spread_GR.min())
+        if smallest <= 0:
+            got = f"a smallest eigenvalue of {smallest:g}"
             raise NumericalError("covariances", expected="positive definite matrices", got=got)
         self._num = num
         self._axes_RQ = axes_GRR.permute(1, 0, 2).reshape(rank, num * rank)
@@ -56,22 +62,29 @@ class NoisedGaussians:
             alpha_B: weight of the data, shape (B,).
             noise_B: standard deviation of the noise in a sketch, shape (B,).
         """
-        s_BR = s_BR.to(torch.promote_types(s_BR.dtype, torch.float32))
-        axes_RQ, mean_Q, spread_Q = (
-            part.to(s_BR) for part in (self._axes_RQ, self._mean_Q, self._spread_Q)
-        )
+        dtype = torch.promote_types(s_BR.dtype, torch.float32)
+        s_BR = s_BR.to(dtype)
+        axes_RQ = self._axes_RQ.to(s_BR)
+        mean_Q = self._mean_Q.to(s_BR)
+        spread_Q = self._spread_Q.to(s_BR)
         alpha_B1 = alpha_B.to(s_BR)[:, None]
         noise_B1 = noise_B.to(s_BR)[:, None]
         chunks = []
         for rows in blocks(len(s_BR), len(spread_Q)):
-            along_BQ = s_BR[rows] @ axes_RQ - alpha_B1[rows] * mean_Q
-            variance_BQ = alpha_B1[rows].square() * spread_Q + noise_B1[rows].square()
+            alpha = alpha_B1[rows]
+            noise = noise_B1[rows]
+            # Noised, a Gaussian has mean alpha m and covariance alpha^2 C + noise^2 I.
+            along_BQ = s_BR[rows] @ axes_RQ - alpha * mean_Q
+            variance_BQ = alpha.square() * spread_Q + noise.square()
             terms_BQ = along_BQ.square() / variance_BQ + variance_BQ.log()
-            chunks.append(-0.5 * terms_BQ.view(len(terms_BQ), self._num, -1).sum(2))
+            terms_BGR = terms_BQ.view(len(terms_BQ), self._num, -1)
+            chunks.append(-0.5 * terms_BGR.sum(2))
         return torch.cat(chunks)
 
 
 def blocks(num_rows: int, width: int) -> Iterator[slice]:
     """Yield slices of rows of `width` values that fit one block, at least one row each."""
     rows = max(1, _BLOCK // width)
-    return (slice(start, start + rows) for start in range(0, max(num_rows, 1), rows))
+    # Without any rows there is one empty block, so that what is concatenated has a shape.
+    for start in range(0, max(num_rows, 1), rows):
+        yield slice(start, start + rows)

@@ -59,12 +59,15 @@ def expected_by_likeness(
         mean_GR: where the groups lie.
     """
     rows = list(zip(noisy_KG, num_units, strict=True))
-    plain = [expected_counts(noisy_G, num, epsilon, weight_G) for noisy_G, num in rows]
-    best = list(plain)
+    by_public_shares = [expected_counts(noisy_G, num, epsilon, weight_G) for noisy_G, num in rows]
+    best = list(by_public_shares)
     for like_GG in _likenesses(mean_GR, weight_G):
         for k, (noisy_G, num) in enumerate(rows):
-            share_G = weight_G * (like_GG @ (plain[k].mean_G / (num * weight_G))) + _FLOOR
-            estimate = expected_counts(noisy_G, num, epsilon, share_G / share_G.sum())
+            # How many times its public share the silo holds of a group, by the other groups.
+            ratio_G = by_public_shares[k].mean_G / (num * weight_G)
+            share_G = weight_G * (like_GG @ ratio_G) + _FLOOR
+            prior_G = share_G / share_G.sum()
+            estimate = expected_counts(noisy_G, num, epsilon, prior_G)
             if estimate.log_evidence > best[k].log_evidence:
                 best[k] = estimate
     return best
@@ -77,12 +80,14 @@ def _likenesses(mean_GR: Tensor, weight_G: NDArray[np.float64]) -> Iterator[NDAr
     # A group says nothing of itself: its own noise would become its own prior.
     distance_GG = torch.cdist(mean_GR, mean_GR).fill_diagonal_(torch.inf).numpy()
     nearest_G1 = distance_GG.min(1, keepdims=True)
-    # groups may lie at one place
-    unit = max(float(np.median(nearest_G1)), 1e-6 * float(nearest_G1.max())) or 1.0
+    # Groups may lie at one place, at a distance of 0.
+    median = float(np.median(nearest_G1))
+    unit = max(median, 1e-6 * float(nearest_G1.max())) or 1.0
     for width in _WIDTHS:
         # Relative to the nearest group, so that a group far from all others does not get weights that all underflow to
         # 0.
-        log_GG = -0.5 * (distance_GG**2 - nearest_G1**2) / (width * unit) ** 2
+        excess_GG = distance_GG**2 - nearest_G1**2
+        log_GG = -0.5 * excess_GG / (width * unit) ** 2
         like_GG = weight_G * np.exp(log_GG)
         yield like_GG / like_GG.sum(1, keepdims=True)
 
@@ -110,7 +115,8 @@ def expected_counts(
     for rows in blocks(len(noisy_G), num_likely):
         cells = _Cells.of(noisy_G[rows], num_units, epsilon, weight_G[rows], num_likely)
         for a, concentration in enumerate(_CONCENTRATIONS):
-            evidence_A[a] += logsumexp(cells.log_joint(concentration), axis=1).sum()
+            log_joint_GN = cells.log_joint(concentration)
+            evidence_A[a] += logsumexp(log_joint_GN, axis=1).sum()
     if not bool(np.isfinite(evidence_A.max())):
         got = "NaN or infinity for every concentration"
         raise NumericalError("noisy counts", expected="a finite likelihood", got=got)
@@ -122,19 +128,26 @@ def expected_counts(
         cells = _Cells.of(noisy_G[rows], num_units, epsilon, weight_G[rows], num_likely)
         posterior_GN = softmax(cells.log_joint(best_concentration), axis=1)
         mean_G = (posterior_GN * cells.n_GN).sum(1) + _FLOOR * num_units
-        variance_G = (posterior_GN * (cells.n_GN - mean_G[:, None]) ** 2).sum(1)
+        deviation_GN = cells.n_GN - mean_G[:, None]
+        variance_G = (posterior_GN * deviation_GN**2).sum(1)
         means.append(mean_G)
         deviations.append(np.sqrt(variance_G))
     mean_G = np.concatenate(means)
     deviation_G = np.concatenate(deviations)
+    # The cells were estimated one by one, and their sum is public.
+    to_num_units = num_units / mean_G.sum()
     return HistogramEstimate(
-        mean_G * (num_units / mean_G.sum()), deviation_G, float(evidence_A.max())
+        mean_G=mean_G * to_num_units,
+        deviation_G=deviation_G,
+        log_evidence=float(evidence_A.max()),
     )
 
 
 def likely_counts(num_units: int, epsilon: float) -> int:
     """Return how many true counts a noised count leaves possible, all others being negligible."""
-    return min(2 * math.ceil(2 * _NEGLIGIBLE / epsilon), num_units) + 1
+    # P(z) ~ exp(-epsilon |z| / 2) has fallen by `_NEGLIGIBLE` e-folds at this |z|.
+    largest_noise = math.ceil(2 * _NEGLIGIBLE / epsilon)
+    return min(2 * largest_noise, num_units) + 1
 
 
 @dataclass(frozen=True)
@@ -164,18 +177,27 @@ class _Cells:
     ) -> "_Cells":
         noisy_G1 = noisy_G[:, None].astype(np.float64)  # of which no difference overflows
         centre_G1 = np.clip(noisy_G1, 0, num_units)
-        low_G1 = np.clip(centre_G1 - num_likely // 2, 0, num_units + 1 - num_likely)
+        highest_start = num_units + 1 - num_likely
+        low_G1 = np.clip(centre_G1 - num_likely // 2, 0, highest_start)
         n_GN = low_G1 + np.arange(num_likely)
         # Relative to the centre's own noise, so that a count far outside [0, n] does not underflow.
-        log_noise_GN = -epsilon / 2 * (np.abs(noisy_G1 - n_GN) - np.abs(noisy_G1 - centre_G1))
-        choose_GN = gammaln(num_units + 1) - gammaln(n_GN + 1) - gammaln(num_units - n_GN + 1)
-        return cls(n_GN, log_noise_GN + choose_GN, num_units, weight_G[:, None])
+        noise_GN = np.abs(noisy_G1 - n_GN)
+        noise_of_centre_G1 = np.abs(noisy_G1 - centre_G1)
+        log_noise_GN = -epsilon / 2 * (noise_GN - noise_of_centre_G1)
+        # The logarithm of the binomial coefficient.
+        rest_GN = num_units - n_GN
+        log_choose_GN = gammaln(num_units + 1) - gammaln(n_GN + 1) - gammaln(rest_GN + 1)
+        return cls(n_GN, log_noise_GN + log_choose_GN, num_units, weight_G[:, None])
 
     def log_joint(self, concentration: float) -> NDArray[np.float64]:
         """Return log P(n, noisy count) where a cell's rate is Beta(concentration w, concentration (1 - w))."""
         shape_G1 = concentration * self.weight_G1
         # A plan with one group gives it the weight 1, and a Beta distribution needs both parameters above 0.
         rest_G1 = np.maximum(concentration - shape_G1, 1e-9)
-        ends_G1 = betaln(shape_G1, rest_G1) + gammaln(self.num_units + shape_G1 + rest_G1)
-        rates_GN = gammaln(self.n_GN + shape_G1) + gammaln(self.num_units - self.n_GN + rest_G1)
-        return np.asarray(self.log_likely_GN + rates_GN - ends_G1)
+        # The beta-binomial: C(m, n) B(n + a, m - n + b) / B(a, b), whose first factor `log_likely_GN` holds.
+        num_units = self.num_units
+        log_in_cell_GN = gammaln(self.n_GN + shape_G1)
+        log_elsewhere_GN = gammaln(num_units - self.n_GN + rest_G1)
+        rates_GN = log_in_cell_GN + log_elsewhere_GN
+        log_normaliser_G1 = betaln(shape_G1, rest_G1) + gammaln(num_units + shape_G1 + rest_G1)
+        return np.asarray(self.log_likely_GN + rates_GN - log_normaliser_G1)

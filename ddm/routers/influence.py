@@ -27,8 +27,9 @@ def capped_shares(num_units: Sequence[int], cap: float) -> tuple[float, ...]:
     Raises:
         MathError: a cap or a number of units out of range.
     """
-    if not 0.0 < cap <= 1.0 or not num_units or min(num_units) < 1:
-        got = f"a cap of {cap:g} and {len(num_units)} silos of at least {min(num_units, default=0)} units"
+    fewest_units = min(num_units, default=0)
+    if not 0.0 < cap <= 1.0 or fewest_units < 1:
+        got = f"a cap of {cap:g} and {len(num_units)} silos of at least {fewest_units} units"
         raise MathError(
             "shares of influence", expected="a cap in (0, 1] and units above 0", got=got
         )
@@ -45,4 +46,5 @@ def capped_shares(num_units: Sequence[int], cap: float) -> tuple[float, ...]:
         left = 1.0 - cap * is_capped_K.sum()
         free_units = max(units_K[~is_capped_K].sum(), 1.0)
         share_K = np.where(is_capped_K, cap, units_K / free_units * left)
-    return tuple((share_K / share_K.sum()).tolist())
+    normalised_K = share_K / share_K.sum()
+    return tuple(normalised_K.tolist())

@@ -77,7 +77,8 @@ class Labelled:
         share_EJ = share_EJ.double()
         has_images_J = size_J > 0
         # An expert whose cells have no image would be the target of none, so that no sample would ever follow it.
-        num_without = int((share_EJ[:, has_images_J].sum(1) <= 0).sum())
+        share_with_images_E = share_EJ[:, has_images_J].sum(1)
+        num_without = int((share_with_images_E <= 0).sum())
         if num_without:
             raise DataError(
                 "labelled images",
@@ -85,9 +86,11 @@ class Labelled:
                 got=f"none for {num_without} of them",
                 remedy="Label public images of every silo, or train the router on images that the experts draw.",
             )
-        weight_J = share_EJ.sum(0) / num_experts
+        total_J = share_EJ.sum(0)
+        weight_J = total_J / num_experts
         # A cell in which nobody has data has no posterior. Its row stays 0, and its weight of 0 leaves its images out.
-        target_JE = (share_EJ / share_EJ.sum(0).clamp(min=1e-300)).T.float()
+        posterior_EJ = share_EJ / total_J.clamp(min=1e-300)
+        target_JE = posterior_EJ.T.float()
         # Images of a cell divide its weight, so that it does not matter how many of them the public data happen to
         # have.
         weight_N = (weight_J / size_J.clamp(min=1))[cell_N]
@@ -127,9 +130,10 @@ class Labelled:
         """Return the numbers of images drawn by weight."""
         # By inversion: torch.multinomial takes at most 2^24 images.
         edge_N = self.weight_N.cumsum(0)
-        at = torch.rand(num, generator=generator, dtype=torch.float64) * edge_N[-1]
+        uniform = torch.rand(num, generator=generator, dtype=torch.float64)
+        rows = torch.searchsorted(edge_N, uniform * edge_N[-1], right=True)
         # Rounding may move a number onto the last edge, beyond which there is no image.
-        return torch.searchsorted(edge_N, at, right=True).clamp(max=len(self) - 1)
+        return rows.clamp(max=len(self) - 1)
 
     def divided(self, generator: torch.Generator) -> tuple["Labelled", "Labelled"]:
         """Return the images to train on, and those to check the training on: one in ten of each cell.
@@ -137,18 +141,22 @@ class Labelled:
         Raises:
             ShapeError: a cell that only one expert has data in, with a single image.
         """
-        order_N = torch.randperm(len(self), generator=generator)
+        random_N = torch.randperm(len(self), generator=generator)
         # The stable sort brings the images of a cell together and leaves their random order as it is.
-        order_N = order_N[self.cell_N[order_N].argsort(stable=True)]
+        by_cell_N = self.cell_N[random_N].argsort(stable=True)
+        order_N = random_N[by_cell_N]
         size_J = torch.bincount(self.cell_N, minlength=len(self.target_JE))
-        if bool(((size_J == 1) & (self.target_JE.amax(1) == 1)).any()):
+        has_one_image_J = size_J == 1
+        has_one_expert_J = self.target_JE.amax(1) == 1
+        if bool((has_one_image_J & has_one_expert_J).any()):
             expected = "at least 2 of each expert"
             raise ShapeError("labelled images", expected=expected, got="1 of some")
         first_J = size_J.cumsum(0) - size_J
         sorted_J = self.cell_N[order_N]
         place_N = torch.arange(len(self)) - first_J[sorted_J]
         # The only image of a cell is trained on, since other cells show the same experts.
-        num_check_J = (_HELD_OUT_SHARE * size_J).round().clamp(min=1).where(size_J > 1, 0)
+        num_check_J = (_HELD_OUT_SHARE * size_J).round().clamp(min=1)
+        num_check_J = num_check_J.where(size_J > 1, 0)
         checked_N = place_N < num_check_J[sorted_J]
         if not bool(checked_N.any()):
             got = f"{len(self)}, each alone"
@@ -177,10 +185,13 @@ def class_shares(count_KCG: Tensor, layout: Layout) -> Tensor:
         count_KCG: each silo's estimated counts.
         layout: the experts.
     """
-    own_EG = _covered(layout, count_KCG.shape[2])
+    num_groups = count_KCG.shape[2]
+    own_EG = _covered(layout, num_groups)
     # An expert has learned the groups of its part alone; those of the silo's other experts count as 0 for it.
-    share_ECG = count_KCG[list(layout.silo_E)] * own_EG[:, None]
-    return (share_ECG / share_ECG.sum((1, 2), keepdim=True)).flatten(1)
+    count_ECG = count_KCG[list(layout.silo_E)] * own_EG[:, None]
+    total_E11 = count_ECG.sum((1, 2), keepdim=True)
+    share_ECG = count_ECG / total_E11
+    return share_ECG.flatten(1)
 
 
 def silo_shares(
@@ -198,16 +209,17 @@ def silo_shares(
         layout: the experts.
     """
     num_silos = max(layout.silo_E) + 1
-    count_KG = torch.bincount(
-        silo_N * num_groups + group_N, minlength=num_silos * num_groups
-    ).double()
-    own_EK = torch.eye(num_silos, dtype=torch.float64)[list(layout.silo_E)]
-    own_EKG = (
-        own_EK[:, :, None]
-        * _covered(layout, num_groups)[:, None]
-        * count_KG.view(num_silos, num_groups)
-    )
-    return (own_EKG / own_EKG.sum((1, 2), keepdim=True).clamp(min=1e-300)).flatten(1)
+    cell_N = silo_N * num_groups + group_N
+    count_J = torch.bincount(cell_N, minlength=num_silos * num_groups).double()
+    count_KG = count_J.view(num_silos, num_groups)
+    one_hot_KK = torch.eye(num_silos, dtype=torch.float64)
+    own_EK = one_hot_KK[list(layout.silo_E)]
+    own_EG = _covered(layout, num_groups)
+    count_EKG = own_EK[:, :, None] * own_EG[:, None] * count_KG
+    # An expert whose cells have no image gets shares of 0, which `Labelled.of_cells` refuses.
+    total_E11 = count_EKG.sum((1, 2), keepdim=True).clamp(min=1e-300)
+    share_EKG = count_EKG / total_E11
+    return share_EKG.flatten(1)
 
 
 def _covered(layout: Layout, num_groups: int) -> Tensor:

@@ -53,7 +53,9 @@ class LearnedRouter:
         self.sketch = mixture.sketch
         self.mixture = mixture
         self.residual = residual.requires_grad_(False)
-        self.silo_E = list(range(mixture.num_experts) if silo_E is None else silo_E)
+        if silo_E is None:
+            silo_E = range(mixture.num_experts)
+        self.silo_E = list(silo_E)
 
     def head(self, rank: int) -> CountsRouter:
         """Return the router of the sketch's leading `rank` dimensions: the mixture alone, as the network needs all."""
@@ -61,14 +63,15 @@ class LearnedRouter:
 
     def split(self, layout: Layout) -> "LearnedRouter":
         """Return the router of experts from one of silos: the mixture's rows are split, the network's are shared."""
-        return LearnedRouter(self.mixture.split(layout), self.residual, layout.silo_E)
+        mixture = self.mixture.split(layout)
+        return LearnedRouter(mixture, self.residual, layout.silo_E)
 
     def differs(self, counts_router: CountsRouter) -> bool:
         """Whether training changed the shares or the network."""
-        moved = float(
-            (self.mixture.log_mass_KG.exp() - counts_router.log_mass_KG.exp()).abs().max()
-        )
-        return moved > _CHANGED or self.residual.is_nonzero
+        mass_KG = self.mixture.log_mass_KG.exp()
+        mass_before_KG = counts_router.log_mass_KG.exp()
+        largest_change = float((mass_KG - mass_before_KG).abs().max())
+        return largest_change > _CHANGED or self.residual.is_nonzero
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | e, t)`` up to a term common to all e, shape (B, E); equal for all e at t = 1.
@@ -77,19 +80,24 @@ class LearnedRouter:
             x_B: noised images, shape (B, ...).
             t_B: shape (B,), 0 is data, 1 is noise.
         """
-        return self.sketch_log_likelihood(self.sketch.of(x_B, t_B, self.mixture.path), t_B)
+        s_BR = self.sketch.of(x_B, t_B, self.mixture.path)
+        return self.sketch_log_likelihood(s_BR, t_B)
 
     def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, E)."""
         base_BE = self.mixture.sketch_log_likelihood(s_BR, t_B)
-        correction_BK: Tensor = self.residual.to(s_BR.device)(s_BR, t_B)
-        return base_BE + correction_BK[:, self.silo_E].to(base_BE)
+        residual = self.residual.to(s_BR.device)
+        correction_BK: Tensor = residual(s_BR, t_B)
+        # The network distinguishes silos alone, so that all experts of one get the same correction.
+        correction_BE = correction_BK[:, self.silo_E]
+        return base_BE + correction_BE.to(base_BE)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a release stores; the sketch is the plan's."""
-        return self.mixture.tensors() | {
-            f"{_PREFIX}{k}": v.detach() for k, v in self.residual.state_dict().items()
-        }
+        tensors = self.mixture.tensors()
+        for name, tensor in self.residual.state_dict().items():
+            tensors[_PREFIX + name] = tensor.detach()
+        return tensors
 
     @classmethod
     def from_tensors(
@@ -102,10 +110,13 @@ class LearnedRouter:
     ) -> "LearnedRouter":
         """Rebuild the router from tensors loaded against `learned_router_specs`."""
         mixture = CountsRouter.from_tensors(tensors, sketch, path)
-        residual = Residual(sketch, max(silo_E) + 1, settings.hidden, settings.depth, path)
-        residual.load_state_dict(
-            {k.removeprefix(_PREFIX): v for k, v in tensors.items() if k.startswith(_PREFIX)}
-        )
+        num_silos = max(silo_E) + 1
+        residual = Residual(sketch, num_silos, settings.hidden, settings.depth, path)
+        weights = {}
+        for name, tensor in tensors.items():
+            if name.startswith(_PREFIX):
+                weights[name.removeprefix(_PREFIX)] = tensor
+        residual.load_state_dict(weights)
         return cls(mixture, residual, silo_E)
 
 
@@ -117,14 +128,13 @@ def learned_router_specs(
 ) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored learned router."""
     # Only shapes are wanted, and no memory is taken for weights.
+    num_silos = max(silo_E) + 1
     with torch.device("meta"):
-        state = Residual(
-            sketch, max(silo_E) + 1, settings.hidden, settings.depth, path
-        ).state_dict()
-    residual = {
-        f"{_PREFIX}{name}": TensorSpec("F32", tuple(tensor.shape)) for name, tensor in state.items()
-    }
-    return counts_router_specs(len(silo_E), sketch.num_groups) | residual
+        residual = Residual(sketch, num_silos, settings.hidden, settings.depth, path)
+    specs = counts_router_specs(len(silo_E), sketch.num_groups)
+    for name, tensor in residual.state_dict().items():
+        specs[_PREFIX + name] = TensorSpec("F32", tuple(tensor.shape))
+    return specs
 
 
 def split_sketches(
@@ -144,13 +154,14 @@ def split_sketches(
     held_out: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     for silo, s_NR in sketches.items():
-        if len(s_NR) < 2:
+        num = len(s_NR)
+        if num < 2:
             subject = f"sketches of {silo}"
-            raise ShapeError(subject, expected="at least 2 sketches", got=str(len(s_NR)))
-        order_N = torch.randperm(len(s_NR), generator=generator)
-        num = max(1, round(share * len(s_NR)))
-        held_out[silo] = s_NR[order_N[:num]]
-        train[silo] = s_NR[order_N[num:]]
+            raise ShapeError(subject, expected="at least 2 sketches", got=str(num))
+        order_N = torch.randperm(num, generator=generator)
+        num_held_out = max(1, round(share * num))
+        held_out[silo] = s_NR[order_N[:num_held_out]]
+        train[silo] = s_NR[order_N[num_held_out:]]
     return train, held_out
 
 
@@ -211,7 +222,8 @@ def fit_learned(
         )
     sketches_K = list(sketches.by_silo.values())
     mixture = refit_shares(counts_router, sketches_K, sketches.t_release)
-    residual = fit_residual(mixture, public, sketches.prior_K(), settings, seed, on_progress)
+    prior_K = sketches.prior_K()
+    residual = fit_residual(mixture, public, prior_K, settings, seed, on_progress)
     return LearnedRouter(mixture, residual)
 
 
@@ -239,7 +251,8 @@ class LearnedFamily(RouterFamily):
                 inputs.seed,
                 inputs.on_progress,
             )
-            return self._fitted(LearnedRouter(inputs.counts, residual), inputs, held_out=None)
+            router = LearnedRouter(inputs.counts, residual)
+            return self._fitted(router, inputs, held_out=None)
         train, held_out = split_sketches(inputs.sketches, inputs.seed)
         router = fit_learned(
             inputs.counts,
@@ -250,7 +263,8 @@ class LearnedFamily(RouterFamily):
             inputs.on_progress,
         )
         held_out_sketches = list(held_out.values())
-        narrow_sketch = inputs.counts.sketch.head(held_out_sketches[0].shape[1])
+        released_rank = held_out_sketches[0].shape[1]
+        narrow_sketch = inputs.counts.sketch.head(released_rank)
         compared = HeldOut(held_out_sketches, narrow_sketch, inputs.t_release)
         return self._fitted(router, inputs, held_out=compared)
 

@@ -49,14 +49,20 @@ def load_router(
             got=str(len(published.training_prior)),
         )
     # The aggregator publishes counts where the plan's own family did worse.
-    settings: RouterSettings = CountsSettings() if published.kind == "counts" else plan.router
+    settings: RouterSettings = plan.router
+    if published.kind == "counts":
+        settings = CountsSettings()
     if published.kind != settings.kind:
         expected = f"a router of the kind counts or {settings.kind}, as the plan says"
         raise TensorFileError(file.path, expected=expected, got=published.kind)
 
     def read_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         return load_tensors(
-            folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_VALUE, digest=file.digest
+            folder / file.path,
+            specs,
+            max_bytes=file.bytes,
+            max_abs=MAX_VALUE,
+            digest=file.digest,
         )
 
     stored = StoredRouter(

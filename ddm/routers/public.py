@@ -45,11 +45,15 @@ class Evidence:
     share_K: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        shares = self.num_units if self.share_K is None else self.share_K
         num_silos = max(self.layout.silo_E) + 1
-        if not len(self.noisy_KG) == len(self.num_units) == len(shares) == num_silos:
+        num_counts = len(self.noisy_KG)
+        num_with_units = len(self.num_units)
+        num_shares = num_with_units
+        if self.share_K is not None:
+            num_shares = len(self.share_K)
+        if not num_counts == num_with_units == num_shares == num_silos:
             expected = f"counts, units and shares of {num_silos} silos"
-            got = f"{len(self.noisy_KG)}, {len(self.num_units)} and {len(shares)}"
+            got = f"{num_counts}, {num_with_units} and {num_shares}"
             raise ShapeError("statistics", expected=expected, got=got)
 
     def weights(self, group_N: Tensor, seed: int) -> "PublicWeights":
@@ -73,8 +77,8 @@ class PublicWeights:
         noisy_KG = evidence.noisy_KG.double().numpy()
         n_K1 = np.asarray(evidence.num_units, dtype=np.float64)[:, None]
         num_silos, num_groups = noisy_KG.shape
-        whole = torch.full((num_silos, num_groups), 1.0 / num_groups, dtype=torch.float64)
-        mass_EG, share_E = evidence.layout.split(whole)
+        even_KG = torch.full((num_silos, num_groups), 1.0 / num_groups, dtype=torch.float64)
+        mass_EG, share_E = evidence.layout.split(even_KG)
         # An expert's share of each of its silo's groups: that of a silo which is spread evenly over them.
         self._member_EG = (num_groups * mass_EG * share_E[:, None]).numpy()
         self._silo_E = list(evidence.layout.silo_E)
@@ -89,7 +93,8 @@ class PublicWeights:
         self._size_G = np.bincount(self._group_N, minlength=num_groups)
         # A silo's number of units is public, so that its noise is not to change the silo's weight as a whole.
         weight_EG = self._of_experts(_sum_to(noisy_KG, n_K1))
-        covered = float(weight_EG[:, self._size_G > 0].sum())
+        has_images_G = self._size_G > 0
+        covered = float(weight_EG[:, has_images_G].sum())
         # Noised counts may be negative, and a sum of 0 or less cannot be scaled to 1.
         if covered <= 0:
             num_images = len(self._group_N)
@@ -101,7 +106,9 @@ class PublicWeights:
             )
         self._scale_G = 1 / (covered * np.maximum(self._size_G, 1))
         self._weight_EG = weight_EG
-        self.weight_NE: NDArray[np.float64] = (weight_EG * self._scale_G)[:, self._group_N].T
+        # The weight of a group is shared by its images.
+        of_one_image_EG = weight_EG * self._scale_G
+        self.weight_NE: NDArray[np.float64] = of_one_image_EG[:, self._group_N].T
 
     @property
     def _is_exact(self) -> bool:
@@ -111,7 +118,8 @@ class PublicWeights:
 
     def means(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return weighted averages of M figures, each given per image and expert, shape (M,)."""
-        return np.asarray(figure_MNE.reshape(len(figure_MNE), -1) @ self.weight_NE.ravel())
+        figure_MQ = figure_MNE.reshape(len(figure_MNE), -1)
+        return np.asarray(figure_MQ @ self.weight_NE.ravel())
 
     def bootstrap(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return `means` with images of the same groups and noise of the counts resampled, shape (S, M).
@@ -122,20 +130,28 @@ class PublicWeights:
         num_images = len(self._group_N)
         # Exact counts leave the images to resample, and their figures summed over experts: of one owner's islands,
         # noise would have as many cells as islands squared.
-        own_MN = (figure_MNE * self.weight_NE).sum(2) if self._is_exact else None
+        own_MN = None
+        num_weights = self.weight_NE.size
+        if self._is_exact:
+            own_MN = (figure_MNE * self.weight_NE).sum(2)
+            num_weights = num_images
+        at_once = max(1, _BLOCK // num_weights)
         figure_MQ = figure_MNE.reshape(len(figure_MNE), -1)
-        at_once = max(1, _BLOCK // (num_images if self._is_exact else self.weight_NE.size))
+        # Images in the order of their groups; of each place the group's first place, and the group's size.
         order_N = np.argsort(self._group_N, kind="stable")
-        start_N = np.repeat(np.cumsum(self._size_G) - self._size_G, self._size_G)
+        start_G = np.cumsum(self._size_G) - self._size_G
+        start_N = np.repeat(start_G, self._size_G)
         size_N = np.repeat(self._size_G, self._size_G)
         draws = []
         for first in range(0, _BOOTSTRAPS, at_once):
             num = min(at_once, _BOOTSTRAPS - first)
             # Each image is replaced by one of its group, so that the groups keep their sizes.
-            offset_SN = np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)
+            uniform_SN = rng.random((num, num_images))
+            offset_SN = np.floor(uniform_SN * size_N).astype(np.int64)
             pick_SN = order_N[start_N + offset_SN]
             # A range of its own for each draw lets one count over all draws say how often each image was picked.
-            cell_SN = pick_SN + num_images * np.arange(num)[:, None]
+            first_cell_S1 = num_images * np.arange(num)[:, None]
+            cell_SN = pick_SN + first_cell_S1
             times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images)
             times_SN = times_SN.reshape(num, num_images)
             if own_MN is not None:
@@ -143,17 +159,23 @@ class PublicWeights:
                 continue
             noise_SEG = self._of_experts(self._noise(rng, num))
             weight_SEG = (self._weight_EG + noise_SEG) * self._scale_G
-            weight_SNE = times_SN[:, :, None] * weight_SEG[:, :, self._group_N].transpose(0, 2, 1)
-            draws.append(weight_SNE.reshape(num, -1) @ figure_MQ.T)
+            of_images_SEN = weight_SEG[:, :, self._group_N]
+            weight_SNE = times_SN[:, :, None] * of_images_SEN.transpose(0, 2, 1)
+            weight_SQ = weight_SNE.reshape(num, -1)
+            draws.append(weight_SQ @ figure_MQ.T)
         return np.concatenate(draws)
 
     def intervals(self, figure_MNE: NDArray[np.float64], num_looks: int = 1) -> NDArray[np.float64]:
         """Return the 95% intervals of `means`, shape (M, 2); jointly 95% for `num_looks` of them (Bonferroni)."""
-        return spread(self.means(figure_MNE), self.bootstrap(figure_MNE), num_looks)
+        value_M = self.means(figure_MNE)
+        drawn_SM = self.bootstrap(figure_MNE)
+        return spread(value_M, drawn_SM, num_looks)
 
     def _of_experts(self, count_KG: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the experts' shares of all units from the silos' counts, shape (..., E, G); linear."""
-        return np.asarray((count_KG * self._per_unit_K1)[..., self._silo_E, :] * self._member_EG)
+        share_KG = count_KG * self._per_unit_K1
+        of_own_silo_EG = share_KG[..., self._silo_E, :]
+        return np.asarray(of_own_silo_EG * self._member_EG)
 
     def _noise(self, rng: np.random.Generator, num: int) -> NDArray[np.float64]:
         # P(z) ~ q^|z| is the difference of two geometric variables. It may come from a seed here: it protects nothing.
@@ -199,11 +221,14 @@ class PublicData:
 
     def log_likelihoods(self, router: Router, band: Band, index: int) -> Tensor:
         """Return the router's log-likelihoods of the images in the band of that index, shape (D, N, E)."""
-        return noised_log_likelihood(router, self.images, band, self.seed + index, self.path)
+        seed = self.seed + index
+        return noised_log_likelihood(router, self.images, band, seed, self.path)
 
     def times(self, band: Band, index: int) -> Tensor:
         """Return the times at which `log_likelihoods` evaluates the router, shape (D, N)."""
-        return times_of(len(self.images), band, torch.Generator().manual_seed(self.seed + index))
+        # The seed of `log_likelihoods`, so that these are its times.
+        generator = torch.Generator().manual_seed(self.seed + index)
+        return times_of(len(self.images), band, generator)
 
 
 def spread(
@@ -213,9 +238,13 @@ def spread(
 ) -> NDArray[np.float64]:
     """Return intervals around figures from their bootstrap draws, shape (M, 2); see `PublicWeights.intervals`."""
     tail = 0.025 / num_looks
-    return np.asarray((value_M + np.quantile(drawn_SM - value_M, [tail, 1 - tail], axis=0)).T)
+    shift_2M = np.quantile(drawn_SM - value_M, [tail, 1 - tail], axis=0)
+    interval_2M = value_M + shift_2M
+    return np.asarray(interval_2M.T)
 
 
 def _sum_to(noisy: NDArray[np.float64], total: NDArray[np.float64] | float) -> NDArray[np.float64]:
     """Shift rows by a constant so that they sum to the public total; linear, so without bias."""
-    return np.asarray(noisy - (noisy.sum(-1, keepdims=True) - total) / noisy.shape[-1])
+    num_groups = noisy.shape[-1]
+    excess = noisy.sum(-1, keepdims=True) - total
+    return np.asarray(noisy - excess / num_groups)

@@ -37,11 +37,16 @@ def refit_shares(
         at_N = torch.full((len(s_NR),), t_release, dtype=torch.float64)
         log_NG = narrow.group_log_density(s_NR.double(), at_N)
         # A sketch's densities count relative to each other, so that the largest may be 1.
-        density_NG = (log_NG - log_NG.amax(1, keepdim=True)).exp()
-        rows.append(_em(log_mass_G.exp(), error_G, density_NG))
+        largest_N1 = log_NG.amax(1, keepdim=True)
+        density_NG = (log_NG - largest_N1).exp()
+        mass_G = _em(log_mass_G.exp(), error_G, density_NG)
+        rows.append(mass_G)
     mass_KG = torch.stack(rows)
     return CountsRouter(
-        counts_router.sketch, mass_KG.log(), counts_router.path, counts_router.error_KG
+        counts_router.sketch,
+        mass_KG.log(),
+        counts_router.path,
+        counts_router.error_KG,
     )
 
 
@@ -56,7 +61,8 @@ def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor) -> Tensor:
         joint_NG = mass_G * density_NG
         # E step: the expected number of sketches from each group. In log space the mode of a Gamma prior adds its whole
         # shape, not the shape less 1.
-        expected_G = (joint_NG / joint_NG.sum(1, keepdim=True)).sum(0) + shape_G
+        posterior_NG = joint_NG / joint_NG.sum(1, keepdim=True)
+        expected_G = posterior_NG.sum(0) + shape_G
         # M step.
         new_G = _on_simplex(expected_G, rate_G)
         change = float((new_G - mass_G).abs().sum())
@@ -74,7 +80,8 @@ def _on_simplex(expected_G: Tensor, rate_G: Tensor) -> Tensor:
     high = float(expected_G.sum() - rate_G.min())
     for _ in range(200):
         middle = (low + high) / 2
-        if float((expected_G / (middle + rate_G)).sum()) > 1:
+        total = float((expected_G / (middle + rate_G)).sum())
+        if total > 1:
             low = middle
         else:
             high = middle

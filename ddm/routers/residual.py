@@ -54,7 +54,8 @@ class Residual(nn.Module):
         path: Path,
     ) -> None:
         super().__init__()
-        widths = [sketch.rank + _NUM_TIME_FEATURES] + [hidden] * depth
+        num_inputs = sketch.rank + _NUM_TIME_FEATURES
+        widths = [num_inputs] + [hidden] * depth
         layers: list[nn.Module] = []
         for num_in, num_out in pairwise(widths):
             layers += [nn.Linear(num_in, num_out), nn.SiLU()]
@@ -70,7 +71,8 @@ class Residual(nn.Module):
     @property
     def is_nonzero(self) -> bool:
         """Whether the network has any effect; without a clear gain in training it stays at zero."""
-        return any(bool(parameter.any()) for parameter in self.layers[-1].parameters())
+        last = self.layers[-1]
+        return any(bool(parameter.any()) for parameter in last.parameters())
 
     def forward(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return ``alpha_t net(s, t)``, shape (B, K), float32; exactly 0 at t = 1, where every silo is the same noise.
@@ -81,12 +83,16 @@ class Residual(nn.Module):
         """
         t_B = t_B.to(s_BR.device, torch.float32)
         alpha_B = self.path.alpha(t_B)
+        alpha_B1 = alpha_B[:, None]
         noise_B = self.path.sigma(t_B) / self.scale
-        data_variance_BR = alpha_B[:, None].square() * self._variance_R.to(s_BR.device)
-        variance_BR = data_variance_BR + noise_B[:, None].square()
-        time_BI = torch.stack([t_B, t_B.square(), t_B.clamp(min=_EARLIEST).log(), alpha_B], 1)
-        net_BK: Tensor = self.layers(torch.cat([s_BR.float() / variance_BR.sqrt(), time_BI], 1))
-        return alpha_B[:, None] * net_BK
+        variance_R = self._variance_R.to(s_BR.device)
+        variance_BR = alpha_B1.square() * variance_R + noise_B[:, None].square()
+        # Of unit variance at every t.
+        scaled_BR = s_BR.float() / variance_BR.sqrt()
+        log_t_B = t_B.clamp(min=_EARLIEST).log()
+        time_BI = torch.stack([t_B, t_B.square(), log_t_B, alpha_B], 1)
+        net_BK: Tensor = self.layers(torch.cat([scaled_BR, time_BI], 1))
+        return alpha_B1 * net_BK
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,10 @@ class PublicSketches:
     silo_N: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if len(self.s_NR) != len(self.group_N) or len(self.s_NR) < 4:
-            got = f"{len(self.s_NR)} sketches and {len(self.group_N)} groups"
+        num_sketches = len(self.s_NR)
+        num_with_group = len(self.group_N)
+        if num_sketches != num_with_group or num_sketches < 4:
+            got = f"{num_sketches} sketches and {num_with_group} groups"
             raise ShapeError("public images", expected="at least 4, with one group each", got=got)
 
     @classmethod
@@ -120,7 +128,9 @@ class PublicSketches:
         path: Path,
     ) -> "PublicSketches":
         """Sketch public images, shape (N, ...)."""
-        return cls(sketch.of(images, torch.zeros(len(images)), path).float(), group_N)
+        at_data_N = torch.zeros(len(images))
+        s_NR = sketch.of(images, at_data_N, path)
+        return cls(s_NR.float(), group_N)
 
 
 def fit_residual(
@@ -175,12 +185,13 @@ def fit_residual(
         if step % every and step != settings.num_steps:
             continue
         now_N = data.check_losses(residual)
+        check_loss = data.mean(now_N)
         # Better than the best so far, and clearly better than no network at all.
-        if data.mean(now_N) < best_loss and data.gain_is_clear(start_N - now_N):
-            best_loss = data.mean(now_N)
+        if check_loss < best_loss and data.gain_is_clear(start_N - now_N):
+            best_loss = check_loss
             best_weights = deepcopy(residual.state_dict())
         if on_progress:
-            on_progress(step, settings.num_steps, data.mean(now_N))
+            on_progress(step, settings.num_steps, check_loss)
     residual.load_state_dict(best_weights)
     return residual.requires_grad_(False)
 
@@ -199,13 +210,17 @@ class _TrainingSet:
         self.log_prior_K = prior_K.log()
         self.generator = torch.Generator().manual_seed(seed)
         joint_KG = prior_K[:, None] * mixture.log_mass_KG.exp()
-        size_G = torch.bincount(public.group_N, minlength=joint_KG.shape[1]).clamp(min=1)
-        self.target_NK = (joint_KG / joint_KG.sum(0)).T[public.group_N]
-        self.weight_N = (joint_KG.sum(0) / size_G)[public.group_N]
+        num_silos, num_groups = joint_KG.shape
+        total_G = joint_KG.sum(0)
+        size_G = torch.bincount(public.group_N, minlength=num_groups).clamp(min=1)
+        posterior_GK = (joint_KG / total_G).T
+        self.target_NK = posterior_GK[public.group_N]
+        self.weight_N = (total_G / size_G)[public.group_N]
         # Known labels take the place of those that the mixture states.
         if public.silo_N is not None:
-            size_K = torch.bincount(public.silo_N, minlength=len(prior_K)).clamp(min=1)
-            self.target_NK = torch.eye(len(prior_K), dtype=torch.float64)[public.silo_N]
+            size_K = torch.bincount(public.silo_N, minlength=num_silos).clamp(min=1)
+            one_hot_KK = torch.eye(num_silos, dtype=torch.float64)
+            self.target_NK = one_hot_KK[public.silo_N]
             self.weight_N = (prior_K / size_K)[public.silo_N]
         self.public_NR = public.s_NR
         order_N = torch.randperm(len(self.public_NR), generator=self.generator)
@@ -224,25 +239,31 @@ class _TrainingSet:
         )
         rows = self.train[pick]
         s_BR, t_B = self._noised(self.public_NR[rows])
-        return self._losses(self._base(s_BR, t_B) + residual(s_BR, t_B), rows).mean()
+        logits_BK = self._base(s_BR, t_B) + residual(s_BR, t_B)
+        return self._losses(logits_BK, rows).mean()
 
     @torch.no_grad()
     def check_losses(self, residual: Residual) -> Tensor:
         """Return the loss of each held-out image, averaged over times and noise, shape (N,)."""
         logits_BK = self.check_base + residual(self.check_s, self.check_t)
-        losses = self._losses(logits_BK, self.check.repeat(_CHECK_DRAWS))
-        return losses.view(_CHECK_DRAWS, -1).mean(0)
+        rows = self.check.repeat(_CHECK_DRAWS)
+        loss_B = self._losses(logits_BK, rows)
+        return loss_B.view(_CHECK_DRAWS, -1).mean(0)
 
     def mean(self, loss_N: Tensor) -> float:
         """Return the weighted mean over held-out images."""
         weight_N = self.weight_N[self.check]
-        return float((weight_N * loss_N).sum() / weight_N.sum())
+        weighted_sum = (weight_N * loss_N).sum()
+        return float(weighted_sum / weight_N.sum())
 
     def gain_is_clear(self, gain_N: Tensor) -> bool:
         """Whether the weighted mean gain exceeds `_CLEAR` of its standard errors."""
-        weight_N = self.weight_N[self.check] / self.weight_N[self.check].sum()
+        weight_N = self.weight_N[self.check]
+        weight_N = weight_N / weight_N.sum()
         mean = float((weight_N * gain_N).sum())
-        standard_error = float((weight_N * (gain_N - mean)).square().sum().sqrt())
+        # Of a weighted mean of independent gains: the root of the sum of (weight x deviation)^2.
+        deviation_N = weight_N * (gain_N - mean)
+        standard_error = float(deviation_N.square().sum().sqrt())
         return mean > _CLEAR * standard_error
 
     def _noised(self, s_BR: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,21 +271,28 @@ class _TrainingSet:
         path = self.mixture.path
         t_B = torch.rand(len(s_BR), generator=self.generator)
         n_BR = torch.randn(s_BR.shape, generator=self.generator)
-        noise_B1 = (path.sigma(t_B) / self.mixture.sketch.scale)[:, None]
-        return path.alpha(t_B)[:, None] * s_BR + noise_B1 * n_BR, t_B
+        noise_B = path.sigma(t_B) / self.mixture.sketch.scale
+        alpha_B = path.alpha(t_B)
+        noised_BR = alpha_B[:, None] * s_BR + noise_B[:, None] * n_BR
+        return noised_BR, t_B
 
     @torch.no_grad()
     def _base(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
-        return (self.mixture.sketch_log_likelihood(s_BR, t_B) + self.log_prior_K).float()
+        log_likelihood_BK = self.mixture.sketch_log_likelihood(s_BR, t_B)
+        return (log_likelihood_BK + self.log_prior_K).float()
 
     def _losses(self, logits_BK: Tensor, rows: Tensor) -> Tensor:
-        return -(self.target_NK[rows] * logits_BK.log_softmax(1)).sum(1)
+        log_posterior_BK = logits_BK.log_softmax(1)
+        return -(self.target_NK[rows] * log_posterior_BK).sum(1)
 
 
 def _public_variance(sketch: Sketch) -> Tensor:
     """Return the variance of public sketches in each dimension, shape (R,), float32."""
     weight_G1 = sketch.group_weight_G.double()[:, None]
     mean_GR = sketch.group_mean_GR.double()
-    spread_R = (weight_G1 * (mean_GR - (weight_G1 * mean_GR).sum(0)).square()).sum(0)
-    within_R = (weight_G1 * sketch.group_cov_GRR.double().diagonal(dim1=1, dim2=2)).sum(0)
-    return (spread_R + within_R).float()
+    variance_GR = sketch.group_cov_GRR.double().diagonal(dim1=1, dim2=2)
+    # The law of total variance: that between the groups, and that within them.
+    mean_R = (weight_G1 * mean_GR).sum(0)
+    between_R = (weight_G1 * (mean_GR - mean_R).square()).sum(0)
+    within_R = (weight_G1 * variance_GR).sum(0)
+    return (between_R + within_R).float()

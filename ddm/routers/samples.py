@@ -34,6 +34,7 @@ from ddm.training.schedule import learning_rate
 _SOLVER_STEPS = 16
 _DRAWN_TOGETHER = 256
 _CHECKED_TOGETHER = 1024
+_PREFIX = "net."
 _CHECKS = 10
 _CHECK_DRAWS = 4
 _MAX_CHECKED = 2048  # images; each is noised to several times
@@ -68,8 +69,10 @@ class SamplesRouter:
             x_B: noised images, shape (B, C, H, W).
             t_B: shape (B,), 0 is data, 1 is noise.
         """
-        self.net.to(x_B.device)
-        return _gated(self.net, x_B.float(), t_B.to(x_B.device, torch.float32), None, self.path)
+        device = x_B.device
+        self.net.to(device)
+        t_B = t_B.to(device, torch.float32)
+        return _gated(self.net, x_B.float(), t_B, None, self.path)
 
     def given(self, condition_B: Tensor) -> "SamplesRouter | _ConditionedRouter":
         """Return ``log p(x_t | e, c, t)`` of samples with these conditions; itself where it reads none."""
@@ -84,7 +87,8 @@ class SamplesRouter:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a release stores."""
-        return {f"net.{name}": tensor.detach() for name, tensor in self.net.state_dict().items()}
+        weights = self.net.state_dict()
+        return {_PREFIX + name: tensor.detach() for name, tensor in weights.items()}
 
     @classmethod
     def from_tensors(
@@ -100,9 +104,11 @@ class SamplesRouter:
     ) -> "SamplesRouter":
         """Rebuild the router from tensors loaded against `samples_router_specs`."""
         net = _build(num_experts, shape, settings, condition)
-        net.load_state_dict(
-            {k.removeprefix("net."): v for k, v in tensors.items() if k.startswith("net.")}
-        )
+        weights = {}
+        for name, tensor in tensors.items():
+            if name.startswith(_PREFIX):
+                weights[name.removeprefix(_PREFIX)] = tensor
+        net.load_state_dict(weights)
         return cls(net, path, knows_shares=knows_shares)
 
 
@@ -135,8 +141,11 @@ def samples_router_specs(
 ) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored samples router; `condition` is that of the experts."""
     with torch.device("meta"):
-        state = _build(num_experts, shape, settings, condition).state_dict()
-    return {f"net.{name}": TensorSpec("F32", tuple(tensor.shape)) for name, tensor in state.items()}
+        net = _build(num_experts, shape, settings, condition)
+    specs = {}
+    for name, tensor in net.state_dict().items():
+        specs[_PREFIX + name] = TensorSpec("F32", tuple(tensor.shape))
+    return specs
 
 
 def training_flops(
@@ -155,9 +164,13 @@ def training_flops(
     """
     with torch.device("meta"):
         net = _build(num_experts, shape, settings, condition)
+        image = torch.empty(1, *shape)
+        time = torch.empty(1)
         with FlopCounterMode(display=False) as counter:
-            torch.autograd.backward(net(torch.empty(1, *shape), torch.empty(1), None).sum())
-    return int(counter.get_total_flops()) * settings.num_steps * settings.batch_size
+            logits = net(image, time, None)
+            torch.autograd.backward(logits.sum())
+    flops_per_image = int(counter.get_total_flops())
+    return flops_per_image * settings.num_steps * settings.batch_size
 
 
 @dataclass(frozen=True)
@@ -205,7 +218,8 @@ def draw_from_experts(
     times = uniform_times(_SOLVER_STEPS)
     for e in range(len(experts)):
         generator = stream("router samples", seed, e)
-        noise = torch.from_numpy(generator.standard_normal((num, *shape), dtype="float32"))
+        normal = generator.standard_normal((num, *shape), dtype="float32")
+        noise = torch.from_numpy(normal)
         # On the schedules of diffusion models sigma is not quite 1 at t = 1.
         x_1 = noise * path.sigma(torch.ones(()))
         # Looked up once for each expert, of which only some are in memory.
@@ -214,10 +228,14 @@ def draw_from_experts(
         for rows in torch.split(torch.arange(num), _DRAWN_TOGETHER):
             velocity = expert
             if condition_EN is not None:
-                velocity = _ConditionedExpert(expert, condition_EN[e, rows].to(device))
-            chunks.append(integrate(velocity, x_1[rows].to(device), times).cpu())
-        drawn.append(torch.cat(chunks))
-        num_broken = int((~drawn[-1].flatten(1).isfinite().all(1)).sum())
+                condition_B = condition_EN[e, rows].to(device)
+                velocity = _ConditionedExpert(expert, condition_B)
+            x_0 = integrate(velocity, x_1[rows].to(device), times)
+            chunks.append(x_0.cpu())
+        images = torch.cat(chunks)
+        drawn.append(images)
+        is_finite_N = images.flatten(1).isfinite().all(1)
+        num_broken = num - int(is_finite_N.sum())
         if num_broken:
             got = f"NaN or infinity in {num_broken} of {num}"
             raise NumericalError(f"expert {e}", expected="finite images", got=got)
@@ -260,7 +278,8 @@ def fit_samples(
     # Layers draw their weights from torch's global generator, which goes on for the caller as if nothing had happened.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = _build(images.num_experts, images.images.shape[1:], settings, condition)
+        shape = images.images.shape[1:]
+        net = _build(images.num_experts, shape, settings, condition)
     generator = torch.Generator().manual_seed(seed)
     train, check = images.divided(generator)
     _train(net.to(device), train, check, settings, path, generator, on_progress)
@@ -299,11 +318,15 @@ class _Noised:
         condition = None
         if images.condition_N is not None:
             condition = images.condition_N[rows]
-            hidden_B = torch.rand(len(rows), generator=generator) < drop
-            # The null condition, as experts receive it. A router that also learns without conditions serves the
-            # unconditional branch of guidance.
-            condition[hidden_B] = -1 if condition.dim() == 1 else 0
-        return cls(x_B, t_B, images.target_JE[images.cell_N[rows]], condition)
+            uniform_B = torch.rand(len(rows), generator=generator)
+            # The null condition, as experts receive it: the class -1, or a text of zeros. A router that also learns
+            # without conditions serves the unconditional branch of guidance.
+            null = 0
+            if condition.dim() == 1:
+                null = -1
+            condition[uniform_B < drop] = null
+        target_BE = images.target_JE[images.cell_N[rows]]
+        return cls(x_B, t_B, target_BE, condition)
 
     def losses(
         self,
@@ -324,7 +347,8 @@ class _Noised:
             shares_BE = net.log_shares(condition_B, len(x_B))
         # The loss is summed in float32 whatever the arithmetic of the network.
         joint_BE = logits_BE.float() + shares_BE.float()
-        return cross_entropy(joint_BE, self.target_BE.to(device), reduction="none")
+        target_BE = self.target_BE.to(device)
+        return cross_entropy(joint_BE, target_BE, reduction="none")
 
 
 def _train(
@@ -339,7 +363,8 @@ def _train(
     optimizer = torch.optim.AdamW(
         net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    checked_rows = torch.randperm(len(check), generator=generator)[:_MAX_CHECKED]
+    order = torch.randperm(len(check), generator=generator)
+    checked_rows = order[:_MAX_CHECKED]
     rows = checked_rows.repeat(_CHECK_DRAWS)
     # The same times and noise at every check, so that the losses differ by the weights alone.
     fixed = [
@@ -354,7 +379,8 @@ def _train(
     for step in range(1, num_steps + 1):
         batch_rows = train.draw(settings.batch_size, generator)
         batch = _Noised.of(train, batch_rows, path, settings.drop, generator)
-        mean = batch.losses(net, path, settings.precision).mean()
+        loss_B = batch.losses(net, path, settings.precision)
+        mean = loss_B.mean()
         if not bool(torch.isfinite(mean)):
             raise NumericalError(
                 "router training",
@@ -385,8 +411,10 @@ def _check_loss(
     path: Path,
 ) -> float:
     """Return the weighted mean loss of images at times that do not change."""
-    losses = torch.cat([part.losses(net, path).double().cpu() for part in fixed])
-    return float((losses * weight_N).sum() / weight_N.sum())
+    parts = [part.losses(net, path).double().cpu() for part in fixed]
+    loss_N = torch.cat(parts)
+    weighted_sum = (loss_N * weight_N).sum()
+    return float(weighted_sum / weight_N.sum())
 
 
 def _gated(
@@ -398,7 +426,8 @@ def _gated(
 ) -> Tensor:
     logits_BE: Tensor = net(x_B, t_B, condition_B)
     # alpha is 0 at t = 1, so that the posterior of pure noise is exactly the prior, whatever the network has learned.
-    return expand_time(path.alpha(t_B), logits_BE) * logits_BE
+    alpha_B1 = expand_time(path.alpha(t_B), logits_BE)
+    return alpha_B1 * logits_BE
 
 
 def _build(
@@ -408,9 +437,13 @@ def _build(
     condition: Condition,
 ) -> TokenRouter:
     sizes = Dit(
-        patch=settings.patch, hidden=settings.hidden, depth=settings.depth, heads=settings.heads
+        patch=settings.patch,
+        hidden=settings.hidden,
+        depth=settings.depth,
+        heads=settings.heads,
     )
-    return TokenRouter(sizes, tuple(shape), num_experts, settings.router_condition(condition))
+    router_condition = settings.router_condition(condition)
+    return TokenRouter(sizes, tuple(shape), num_experts, router_condition)
 
 
 class SamplesFamily(RouterFamily):

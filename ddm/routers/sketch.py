@@ -4,7 +4,6 @@
 sketches noised at a silo and sketches of noised samples follow the same law.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,9 +22,8 @@ from ddm.protocol.data import DataSpec
 _QUANTILE = 0.995
 # Pseudo-images of the pooled covariance per group, in units of R + 1.
 _SHRINK = 1.0
-_FLOOR = (
-    1e-3  # smallest variance of a group in any direction, relative to the largest pooled variance
-)
+# Smallest variance of a group in any direction, relative to the largest pooled variance.
+_FLOOR = 1e-3
 # For the orthonormality of float32 rows.
 _TOLERANCE = 1e-4
 _SCALES = (1e-6, 1e6)
@@ -74,13 +72,15 @@ class Sketch:
         """
         # Rounded first: scale and moments must be those of the float32 projection that silos and readers get.
         mean_D, basis_RD = (part.float() for part in principal_directions(images, rank))
-        raw_NR = (images.flatten(1).double() - mean_D.double()) @ basis_RD.double().T
+        centred_ND = images.flatten(1).double() - mean_D.double()
+        raw_NR = centred_ND @ basis_RD.double().T
         norm_N = raw_NR[:, :released_rank].norm(dim=1)
         scale = float(torch.quantile(norm_N, _QUANTILE, interpolation="higher").float())
         s_NR = raw_NR / scale
         size_G = torch.bincount(group_N, minlength=num_groups).double()
-        if len(size_G) != num_groups or bool((size_G == 0).any()):
-            got = f"images in {int((size_G > 0).sum())} of {num_groups} groups"
+        has_images_G = size_G > 0
+        if len(size_G) != num_groups or not bool(has_images_G.all()):
+            got = f"images in {int(has_images_G.sum())} of {num_groups} groups"
             raise DataError("public images", expected="at least one in every group", got=got)
         mean_GR, cov_GRR = _group_moments(s_NR, group_N, size_G)
         return cls(
@@ -120,10 +120,12 @@ class Sketch:
             ShapeError: images of another size.
         """
         # Clipped, since the sensitivity of a statistic is that of the unit ball.
-        raw_NR = self._centred(x_0.double(), torch.ones(len(x_0), dtype=torch.float64)) / self.scale
+        alpha_N = torch.ones(len(x_0), dtype=torch.float64)
+        raw_NR = self._centred(x_0.double(), alpha_N) / self.scale
         # A NaN passes every comparison of the clipping, and one such row would make the whole statistic NaN.
-        lost_N1 = ~torch.isfinite(raw_NR).all(1, keepdim=True)
-        return _into_unit_ball(raw_NR.masked_fill(lost_N1, 0.0))
+        is_finite_N1 = torch.isfinite(raw_NR).all(1, keepdim=True)
+        finite_NR = raw_NR.masked_fill(~is_finite_N1, 0.0)
+        return _into_unit_ball(finite_NR)
 
     def of(self, x_t: Tensor, t: Tensor, path: Path) -> Tensor:
         """Return ``A (x_t - alpha_t m) / C``, never clipped.
@@ -136,7 +138,8 @@ class Sketch:
         Returns:
             Shape (B, R), dtype and device of ``x_t``.
         """
-        return self._centred(x_t, path.alpha(t.to(x_t))) / self.scale
+        alpha_B = path.alpha(t.to(x_t))
+        return self._centred(x_t, alpha_B) / self.scale
 
     def renoise(
         self,
@@ -164,14 +167,17 @@ class Sketch:
             raise NumericalError(
                 "re-noising", expected=f"t of at least {t_r:g}", got=f"{float(t.min()):g}"
             )
+        t = t.double()
         at_r = torch.tensor(t_r, dtype=torch.float64)
-        ratio_B = path.alpha(t.double()) / path.alpha(at_r)
-        variance_B = (
-            path.sigma(t.double()).square() - (ratio_B * path.sigma(at_r)).square()
-        ).clamp(min=0.0)
+        ratio_B = path.alpha(t) / path.alpha(at_r)
+        variance_before_B = (ratio_B * path.sigma(at_r)).square()
+        # Rounding may make the difference negative where t is t_r.
+        added_variance_B = (path.sigma(t).square() - variance_before_B).clamp(min=0.0)
+        std_B = added_variance_B.sqrt() / self.scale
         n_BR = torch.randn(s_r.shape, generator=generator, dtype=s_r.dtype)
-        std_B1 = (variance_B.sqrt() / self.scale).to(s_r)[:, None]
-        return ratio_B.to(s_r)[:, None] * s_r + std_B1 * n_BR
+        ratio_B1 = ratio_B.to(s_r)[:, None]
+        std_B1 = std_B.to(s_r)[:, None]
+        return ratio_B1 * s_r + std_B1 * n_BR
 
     def check(self) -> None:
         """Refuse a received sketch under which noise or accounting would not be valid.
@@ -191,19 +197,24 @@ class Sketch:
             raise PolicyError("the plan's sketch", expected="finite numbers", got="NaN or infinity")
         # Images are divided by it: near 0 all would overflow and count as 0, near infinity all would vanish in the
         # noise.
-        if not (math.isfinite(self.scale) and _SCALES[0] <= self.scale <= _SCALES[1]):
-            expected = f"{_SCALES[0]:g} to {_SCALES[1]:g}"
+        smallest_scale, largest_scale = _SCALES
+        if not smallest_scale <= self.scale <= largest_scale:
+            expected = f"{smallest_scale:g} to {largest_scale:g}"
             raise PolicyError("the plan's sketch scale", expected=expected, got=f"{self.scale:g}")
-        gram_RR = self.basis_RD.double() @ self.basis_RD.double().T
-        off = float((gram_RR - torch.eye(self.rank, dtype=torch.float64)).abs().max())
+        basis_RD = self.basis_RD.double()
+        gram_RR = basis_RD @ basis_RD.T
+        identity_RR = torch.eye(self.rank, dtype=torch.float64)
+        off = float((gram_RR - identity_RR).abs().max())
         if off > _TOLERANCE:
             expected = f"orthonormal rows, to {_TOLERANCE:g}"
             raise PolicyError(
                 "the plan's sketch basis", expected=expected, got=f"rows that deviate by {off:g}"
             )
-        shares = self.group_weight_G.double()
-        if bool((shares <= 0).any()) or abs(float(shares.sum()) - 1) > _TOLERANCE:
-            got = f"shares from {float(shares.min()):g} that sum to {float(shares.sum()):g}"
+        share_G = self.group_weight_G.double()
+        smallest_share = float(share_G.min())
+        total = float(share_G.sum())
+        if smallest_share <= 0 or abs(total - 1) > _TOLERANCE:
+            got = f"shares from {smallest_share:g} that sum to {total:g}"
             raise PolicyError(
                 "the plan's group shares", expected="shares above 0 that sum to 1", got=got
             )
@@ -243,13 +254,16 @@ class Sketch:
     def _centred(self, x_t: Tensor, alpha_B: Tensor) -> Tensor:
         """Return ``A (x_t - alpha m)``."""
         flat_BD = x_t.flatten(1)
-        if flat_BD.shape[1] != len(self.mean_D):
+        num_values = flat_BD.shape[1]
+        if num_values != len(self.mean_D):
             raise ShapeError(
-                "image size", expected=f"{len(self.mean_D)} values", got=str(flat_BD.shape[1])
+                "image size", expected=f"{len(self.mean_D)} values", got=str(num_values)
             )
         basis_RD = self.basis_RD.to(flat_BD)
         mean_D = self.mean_D.to(flat_BD)
-        return flat_BD @ basis_RD.T - alpha_B[:, None] * (basis_RD @ mean_D)
+        # A m is projected once, so that no image is copied to subtract it.
+        mean_R = basis_RD @ mean_D
+        return flat_BD @ basis_RD.T - alpha_B[:, None] * mean_R
 
 
 def sketch_specs(data: DataSpec, rank: int, num_groups: int) -> dict[str, TensorSpec]:
@@ -268,22 +282,26 @@ def sketch_specs(data: DataSpec, rank: int, num_groups: int) -> dict[str, Tensor
 def _into_unit_ball(s_NR: Tensor) -> Tensor:
     """Scale rows of norm above 1 to just below 1, so that rounding keeps them in the unit ball."""
     norm_N1 = s_NR.norm(dim=1, keepdim=True)
-    return torch.where(norm_N1 > 1, s_NR / (norm_N1 * (1 + 1e-12)), s_NR)
+    shortened_NR = s_NR / (norm_N1 * (1 + 1e-12))
+    return torch.where(norm_N1 > 1, shortened_NR, s_NR)
 
 
 def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
     """Return each group's mean and covariance, shrunk towards the pooled covariance and floored."""
     num_groups = len(size_G)
     rank = s_NR.shape[1]
-    mean_GR = s_NR.new_zeros(num_groups, rank).index_add_(0, group_N, s_NR) / size_G[:, None]
+    sum_GR = s_NR.new_zeros(num_groups, rank).index_add_(0, group_N, s_NR)
+    mean_GR = sum_GR / size_G[:, None]
     residual_NR = s_NR - mean_GR[group_N]
     members = (residual_NR[group_N == group] for group in range(num_groups))
     scatter_GRR = torch.stack([residual.T @ residual for residual in members])
     pooled_RR = scatter_GRR.sum(0) / max(len(s_NR) - num_groups, 1)
-    floor = _FLOOR * float(torch.linalg.eigvalsh(pooled_RR)[-1]) + 1e-12
+    largest_variance = float(torch.linalg.eigvalsh(pooled_RR)[-1])
+    floor = _FLOOR * largest_variance + 1e-12
     # A group of fewer than R + 1 images has a singular covariance, which the pooled one fills up.
     pseudo = _SHRINK * (rank + 1)
     cov_GRR = (scatter_GRR + pseudo * pooled_RR) / (size_G + pseudo)[:, None, None]
-    # for the variance of the mean of size_G images
+    # The mean of size_G images has a variance of its own.
     cov_GRR = cov_GRR * (1 + 1 / size_G)[:, None, None]
-    return mean_GR, cov_GRR + floor * torch.eye(rank, dtype=s_NR.dtype)
+    floor_RR = floor * torch.eye(rank, dtype=s_NR.dtype)
+    return mean_GR, cov_GRR + floor_RR
