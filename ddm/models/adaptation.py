@@ -47,9 +47,12 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.frozen = frozen.requires_grad_(False)
         self.scale = alpha / rank
-        self.down_RI = nn.Parameter(frozen.weight.new_empty(rank, frozen.in_features))
-        self.up_OR = nn.Parameter(frozen.weight.new_zeros(frozen.out_features, rank))
-        bound = sqrt(1 / frozen.in_features)
+        num_in = frozen.in_features
+        num_out = frozen.out_features
+        self.down_RI = nn.Parameter(frozen.weight.new_empty(rank, num_in))
+        # Zeros, so that the sum of both layers begins as the frozen one.
+        self.up_OR = nn.Parameter(frozen.weight.new_zeros(num_out, rank))
+        bound = sqrt(1 / num_in)
         nn.init.uniform_(self.down_RI, -bound, bound)
 
     def forward(self, x_BI: Tensor) -> Tensor:
@@ -104,8 +107,10 @@ def num_added_parameters(
     if not isinstance(adaptation, LoraAdaptation):
         return 0
     with torch.device("meta"):
-        expert = adapt(empty_expert(architecture, shape, condition), adaptation, seed=0)
-    return sum(weight.numel() for weight in expert.parameters() if weight.requires_grad)
+        expert = empty_expert(architecture, shape, condition)
+        adapt(expert, adaptation, seed=0)
+    trained = [weight for weight in expert.parameters() if weight.requires_grad]
+    return sum(weight.numel() for weight in trained)
 
 
 def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, Tensor]:
@@ -126,9 +131,11 @@ def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, T
         layer, _, factor = name.rpartition(".")
         if factor == "up_OR":
             frozen = merged_weights[f"{layer}.weight"]
+            down_RI = weights[f"{layer}.down_RI"]
             # In double precision, so that the merged weight is the nearest one to the sum that was trained.
-            update = scale * (up_OR.double() @ weights[f"{layer}.down_RI"].double())
-            merged_weights[f"{layer}.weight"] = (frozen.double() + update).to(up_OR)
+            update = scale * (up_OR.double() @ down_RI.double())
+            whole = frozen.double() + update
+            merged_weights[f"{layer}.weight"] = whole.to(up_OR)
     return merged_weights
 
 
@@ -159,9 +166,11 @@ def check_trained(names: Iterable[str], prefixes: Sequence[str]) -> None:
 
 
 def _train_only(expert: nn.Module, prefixes: tuple[str, ...]) -> None:
-    check_trained([name for name, _ in expert.named_parameters()], prefixes)
-    for name, weight in expert.named_parameters():
-        weight.requires_grad_(any(_has_prefix(name, prefix) for prefix in prefixes))
+    weights = dict(expert.named_parameters())
+    check_trained(weights, prefixes)
+    for name, weight in weights.items():
+        is_trained = any(_has_prefix(name, prefix) for prefix in prefixes)
+        weight.requires_grad_(is_trained)
 
 
 def _has_prefix(name: str, prefix: str) -> bool:

@@ -34,7 +34,9 @@ class ClassEmbedding(nn.Module):
             c_B: int64; -1 for a sample without a class, None where no sample has one.
             num: B.
         """
-        return torch.as_tensor(self.table(class_rows(c_B, num, self.table.weight.device)))
+        rows_B = class_rows(c_B, num, self.table.weight.device)
+        vector_BD: Tensor = self.table(rows_B)
+        return vector_BD
 
 
 def class_rows(
@@ -69,8 +71,10 @@ class TextTokens(NamedTuple):
 
     def mean(self) -> Tensor:
         """Return the mean of the attended tokens, shape (B, D)."""
-        weight_BL1 = self.mask_B11L[:, 0, 0, :, None].to(self.tokens_BLD)
-        return (self.tokens_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
+        mask_BL = self.mask_B11L[:, 0, 0]
+        weight_BL1 = mask_BL[..., None].to(self.tokens_BLD)
+        sum_BD = (self.tokens_BLD * weight_BL1).sum(1)
+        return sum_BD / weight_BL1.sum(1)
 
 
 class TextEmbedding(nn.Module):
@@ -112,7 +116,8 @@ class TextEmbedding(nn.Module):
         is_null_BL = torch.zeros_like(is_token_BL)
         is_null_BL[:, 0] = ~is_token_BL.any(-1)
         tokens_BLD = torch.where(is_null_BL[..., None], self.null, self.mlp(c_BLD))
-        return TextTokens(tokens_BLD, (is_token_BL | is_null_BL)[:, None, None])
+        is_attended_BL = is_token_BL | is_null_BL
+        return TextTokens(tokens_BLD, is_attended_BL[:, None, None])
 
 
 def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
@@ -124,6 +129,7 @@ def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
     shape = tuple(c_BLD.shape)
     max_tokens = condition.max_tokens
     fits = len(shape) == 3 and shape[0] == num and shape[2] == condition.dim
+    # The number of tokens after the rest: another shape may have no second side.
     if not fits or not 0 < shape[1] <= max_tokens:
         raise ShapeError(
             "text", expected=f"({num}, 1 to {max_tokens}, {condition.dim})", got=str(shape)

@@ -17,9 +17,7 @@ from ddm.models.layers import (
     BLOCK_GRADIENT,
     MLP_RATIO,
     HeadNorm,
-    TimeEmbedding,
     attend,
-    check_fit,
     check_input,
     gather_tokens,
     images_of,
@@ -27,9 +25,9 @@ from ddm.models.layers import (
     modulate,
     outer_values,
     patches_of,
-    sincos_positions,
 )
-from ddm.models.network import Activations, ExpertNetwork
+from ddm.models.network import Activations
+from ddm.models.patch_transformer import PatchTransformer
 from ddm.protocol.architecture import (
     ClassCondition,
     Condition,
@@ -46,7 +44,7 @@ _QK_NORM_GRADIENT = 4
 _READER_GRADIENT = 8
 
 
-class DitNetwork(ExpertNetwork):
+class DitNetwork(PatchTransformer):
     """A diffusion transformer with adaLN-zero blocks.
 
     A class is added to the time; a text enters by cross-attention after each block's attention. A fresh model returns
@@ -65,8 +63,6 @@ class DitNetwork(ExpertNetwork):
         Peebles and Xie 2023, arXiv 2212.09748; for the text, Chen et al. 2023 (PixArt-alpha), arXiv 2310.00426.
     """
 
-    position_ND: Tensor
-
     def __init__(
         self,
         architecture: Dit,
@@ -74,29 +70,19 @@ class DitNetwork(ExpertNetwork):
         condition: Condition = NoCondition(),
         device: str | None = None,
     ) -> None:
-        super().__init__()
-        check_fit(architecture, shape, condition)
+        super().__init__(architecture, shape, condition, device)
         self.architecture = architecture
-        self.shape = shape
         self.condition = condition
-        self.patch = architecture.patch
         hidden = architecture.hidden
         depth = architecture.depth
-        patch_values = shape[0] * self.patch * self.patch
-        rows, columns = architecture.patch_grid(shape)
-
-        # The order in which layers are made decides which random numbers each one gets.
-        self.embed = nn.Linear(patch_values, hidden, device=device)
-        positions = sincos_positions(rows, columns, hidden, architecture.position_grid)
-        self.register_buffer("position_ND", positions, persistent=False)
-        self.time = TimeEmbedding(hidden, device)
         self.modulation_widths = [_BLOCK_MODULATIONS * hidden] * depth + [2 * hidden]
-        self.modulation = nn.Linear(hidden, sum(self.modulation_widths), device=device)
+        num_modulations = sum(self.modulation_widths)
+        self.modulation = nn.Linear(hidden, num_modulations, device=device)
         reads_text = isinstance(condition, TextCondition)
         self.blocks = nn.ModuleList(
             DitBlock(architecture, device, reads_text=reads_text) for _ in range(depth)
         )
-        self.head = nn.Linear(hidden, patch_values, device=device)
+        self.head = nn.Linear(hidden, self.patch_values, device=device)
         self.classes = None
         if isinstance(condition, ClassCondition):
             self.classes = ClassEmbedding(condition, hidden, device)
@@ -109,7 +95,7 @@ class DitNetwork(ExpertNetwork):
             if isinstance(module, CrossAttention):
                 zero_layers.append(module.project)
         initialise(self, self.time, zero_layers)
-        self.widest_output = max(sum(self.modulation_widths), MLP_RATIO * hidden * rows * columns)
+        self.widest_output = max(num_modulations, MLP_RATIO * hidden * self.num_tokens)
 
     def forward(
         self,
@@ -134,7 +120,8 @@ class DitNetwork(ExpertNetwork):
             ShapeError: images of another shape than the model's, not one time per image, or a condition of another
                 form than the model's.
         """
-        patches: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM))
+        tokens = self.tokens(x_BCHW, t_B, c, kept_BM)
+        patches: Tensor = self.head(tokens)
         if kept_BM is not None:
             # Masked training compares patches; there is no whole image.
             return patches
@@ -163,7 +150,8 @@ class DitNetwork(ExpertNetwork):
             text = self.text(c, len(t_B))
 
         # One product for all blocks: their modulations depend on the time and the class alone.
-        modulation_B1M = self.modulation(F.silu(condition_BD))[:, None]
+        modulation_BM = self.modulation(F.silu(condition_BD))
+        modulation_B1M = modulation_BM[:, None]
         *block_modulations, last = torch.split(modulation_B1M, self.modulation_widths, -1)
         h_BND = self.image_tokens(x_BCHW, kept_BM)
         for block, block_modulation in zip(self.blocks, block_modulations, strict=True):
@@ -219,9 +207,15 @@ class DitBlock(nn.Module):
         self.project = nn.Linear(hidden, hidden, device=device)
         self.up = nn.Linear(hidden, MLP_RATIO * hidden, device=device)
         self.down = nn.Linear(MLP_RATIO * hidden, hidden, device=device)
-        num_norms = 2 if architecture.qk_norm else 0
-        self.norms = nn.ModuleList(HeadNorm(hidden // self.heads, device) for _ in range(num_norms))
-        self.reader = CrossAttention(hidden, self.heads, device) if reads_text else None
+        self.norms = nn.ModuleList()
+        if architecture.qk_norm:
+            head_width = hidden // self.heads
+            # Of the queries, and of the keys.
+            self.norms.append(HeadNorm(head_width, device))
+            self.norms.append(HeadNorm(head_width, device))
+        self.reader = None
+        if reads_text:
+            self.reader = CrossAttention(hidden, self.heads, device)
 
     def forward(
         self,
@@ -230,9 +224,9 @@ class DitBlock(nn.Module):
         text: TextTokens | None = None,
     ) -> Tensor:
         """Return the tokens after this block; `modulation` is its six (B, 1, D) parts side by side."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(
-            _BLOCK_MODULATIONS, -1
-        )
+        # Of attention (a), and of the two-layer network (m).
+        parts = modulation.chunk(_BLOCK_MODULATIONS, -1)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = parts
         h_BND = torch.addcmul(h_BND, gate_a, self._attend(modulate(h_BND, shift_a, scale_a)))
         if self.reader is not None:
             # No gate: the reader's last layer starts at zero itself.
@@ -242,7 +236,8 @@ class DitBlock(nn.Module):
 
     def _attend(self, h_BND: Tensor) -> Tensor:
         batch, tokens, hidden = h_BND.shape
-        qkv = self.qkv(h_BND).view(batch, tokens, 3, self.heads, hidden // self.heads)
+        head_width = hidden // self.heads
+        qkv = self.qkv(h_BND).view(batch, tokens, 3, self.heads, head_width)
         q_BAND, k_BAND, v_BAND = qkv.permute(2, 0, 3, 1, 4)
         if len(self.norms):
             q_BAND = self.norms[0](q_BAND)

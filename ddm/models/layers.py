@@ -33,9 +33,8 @@ class TimeEmbedding(nn.Module):
         # On the meta device torch would import its compiler for it, which takes a second.
         numbers = torch.arange(half, device="cpu")
         frequencies = 1000.0 * torch.exp(-log(10_000.0) * numbers / half)
-        self.register_buffer(
-            "frequencies", frequencies.to(torch.get_default_device()), persistent=False
-        )
+        frequencies = frequencies.to(torch.get_default_device())
+        self.register_buffer("frequencies", frequencies, persistent=False)
         self.mlp = nn.Sequential(
             nn.Linear(TIME_FEATURES, hidden, device=device),
             nn.SiLU(),
@@ -45,7 +44,8 @@ class TimeEmbedding(nn.Module):
     def forward(self, t_B: Tensor) -> Tensor:
         """Return one vector of the hidden width per time."""
         angle = t_B[:, None] * self.frequencies
-        out: Tensor = self.mlp(torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1))
+        waves = torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1)
+        out: Tensor = self.mlp(waves)
         return out
 
 
@@ -71,9 +71,10 @@ def check_input(x_B: Tensor, t_B: Tensor, shape: Shape) -> None:
         ShapeError: on either.
     """
     if tuple(x_B.shape[1:]) != shape or t_B.shape != x_B.shape[:1]:
+        sides = ", ".join(map(str, shape))
         raise ShapeError(
             "model input",
-            expected=f"samples (B, {', '.join(map(str, shape))}) and times (B,)",
+            expected=f"samples (B, {sides}) and times (B,)",
             got=f"samples {tuple(x_B.shape)} and times {tuple(t_B.shape)}",
         )
 
@@ -112,14 +113,20 @@ def patches_of(x_BCHW: Tensor, patch: int) -> Tensor:
 
 def gather_tokens(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
     """Return some of each sample's tokens by their indices, shape (B, M, D)."""
-    return h_BND.gather(1, kept_BM[..., None].expand(-1, -1, h_BND.shape[-1]))
+    hidden = h_BND.shape[-1]
+    # Each index once for every value of a token.
+    index_BMD = kept_BM[..., None].expand(-1, -1, hidden)
+    return h_BND.gather(1, index_BMD)
 
 
 def images_of(p_BND: Tensor, shape: Shape, patch: int) -> Tensor:
     """Join patches into images, the inverse of `patches_of`."""
     channels, height, width = shape
-    split = p_BND.reshape(-1, height // patch, width // patch, channels, patch, patch)
-    return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
+    rows = height // patch
+    columns = width // patch
+    split = p_BND.reshape(-1, rows, columns, channels, patch, patch)
+    by_channel = split.permute(0, 3, 1, 4, 2, 5)
+    return by_channel.reshape(-1, channels, height, width)
 
 
 def sincos_positions(
@@ -147,7 +154,8 @@ def sincos_positions(
         # Only the size counts; to compute on that device makes torch import its compiler, for a second.
         return torch.empty(rows * columns, hidden)
     quarter = hidden // 4
-    frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
+    exponent = -log(10_000.0) * torch.arange(quarter) / max(quarter, 1)
+    frequencies = torch.exp(exponent)
     # Places beyond the trained range would give features that the network has never seen.
     known_rows, known_columns = grid or (rows, columns)
     row_places = torch.arange(rows) * (known_rows / rows)
@@ -157,7 +165,9 @@ def sincos_positions(
     for place in torch.meshgrid(row_places, column_places, indexing="ij"):
         angle = place.reshape(-1, 1) * frequencies
         waves += [torch.sin(angle), torch.cos(angle)]
-    return F.pad(torch.cat(waves, dim=-1), (0, hidden - 4 * quarter))
+    positions = torch.cat(waves, dim=-1)
+    remainder = hidden - 4 * quarter
+    return F.pad(positions, (0, remainder))
 
 
 def normalise(h_BND: Tensor) -> Tensor:
@@ -180,13 +190,15 @@ class HeadNorm(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the normalised values, same shape."""
-        return F.rms_norm(h, h.shape[-1:], (1 + self.scale).to(h.dtype), eps=1e-6)
+        scale = (1 + self.scale).to(h.dtype)
+        return F.rms_norm(h, h.shape[-1:], scale, eps=1e-6)
 
 
 def heads_of(h_BND: Tensor, heads: int) -> Tensor:
     """Split the width among heads, shape (B, A, N, D / A)."""
     batch, tokens, hidden = h_BND.shape
-    return h_BND.view(batch, tokens, heads, hidden // heads).transpose(1, 2)
+    head_width = hidden // heads
+    return h_BND.view(batch, tokens, heads, head_width).transpose(1, 2)
 
 
 def attend(
@@ -202,10 +214,12 @@ def attend(
     (`examples/benchmarks/attention.py`). What they keep for the gradient is then less than a block keeps besides. With
     more tokens float32 is up to twice as fast in narrow heads, and as fast in wide ones.
     """
+    num_tokens = k_BAND.shape[-2]
+    head_width = q_BAND.shape[-1]
     if not _trains_in_bf16_on_a_cpu(q_BAND):
         mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
-    elif k_BAND.shape[-2] <= _MAX_TOKENS_PER_VALUE * q_BAND.shape[-1]:
-        scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
+    elif num_tokens <= _MAX_TOKENS_PER_VALUE * head_width:
+        scores = (q_BAND * head_width**-0.5) @ k_BAND.transpose(-1, -2)
         if mask is not None:
             # Softmax gives these exactly 0.
             scores = scores.masked_fill(~mask, -inf)

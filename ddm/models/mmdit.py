@@ -19,18 +19,16 @@ from ddm.models.layers import (
     BLOCK_GRADIENT,
     MLP_RATIO,
     HeadNorm,
-    TimeEmbedding,
     attend,
-    check_fit,
     check_input,
     images_of,
     initialise,
     modulate,
     outer_values,
     patches_of,
-    sincos_positions,
 )
-from ddm.models.network import Activations, ExpertNetwork
+from ddm.models.network import Activations
+from ddm.models.patch_transformer import PatchTransformer
 from ddm.protocol.architecture import Condition, Mmdit, Shape, TextCondition
 
 # Modulations of a stream with its own output (shift, scale and gate, of attention and network), of one that only gives
@@ -40,7 +38,7 @@ _KEY_VALUE_MODULATIONS = 2
 _SHARED_MODULATIONS = 3
 
 
-class MmditNetwork(ExpertNetwork):
+class MmditNetwork(PatchTransformer):
     """A text-conditional transformer with joint attention and adaLN-zero in both streams; a fresh one returns 0.
 
     Args:
@@ -56,8 +54,6 @@ class MmditNetwork(ExpertNetwork):
         Esser et al. 2024, arXiv 2403.03206; for the shared blocks, Dehghani et al. 2023 (ViT-22B), arXiv 2302.05442.
     """
 
-    position_ND: Tensor
-
     def __init__(
         self,
         architecture: Mmdit,
@@ -65,27 +61,15 @@ class MmditNetwork(ExpertNetwork):
         condition: Condition,
         device: str | None = None,
     ) -> None:
-        super().__init__()
-        check_fit(architecture, shape, condition)
+        super().__init__(architecture, shape, condition, device)
         if not isinstance(condition, TextCondition):
             raise ShapeError(
                 "condition", expected="the kind text", got=f"the kind {condition.kind}"
             )
         self.architecture = architecture
-        self.shape = shape
         self.condition = condition
-        self.patch = architecture.patch
         hidden = architecture.hidden
         heads = architecture.heads
-        patch_values = shape[0] * self.patch * self.patch
-        rows, columns = architecture.patch_grid(shape)
-        self.num_tokens = rows * columns
-
-        # The order in which layers are made decides which random numbers each one gets.
-        self.embed = nn.Linear(patch_values, hidden, device=device)
-        positions = sincos_positions(rows, columns, hidden, architecture.position_grid)
-        self.register_buffer("position_ND", positions, persistent=False)
-        self.time = TimeEmbedding(hidden, device)
         self.text = TextEmbedding(condition, hidden, device)
         self.pooled = nn.Linear(hidden, hidden, device=device)
 
@@ -103,8 +87,9 @@ class MmditNetwork(ExpertNetwork):
             self.shared.append(SharedBlock(hidden, heads, device))
             self.modulation_widths.append(_SHARED_MODULATIONS * hidden)
         self.modulation_widths.append(2 * hidden)
-        self.modulation = nn.Linear(hidden, sum(self.modulation_widths), device=device)
-        self.head = nn.Linear(hidden, patch_values, device=device)
+        num_modulations = sum(self.modulation_widths)
+        self.modulation = nn.Linear(hidden, num_modulations, device=device)
+        self.head = nn.Linear(hidden, self.patch_values, device=device)
         initialise(self, self.time, [self.modulation, self.head])
 
         block_ratio = MLP_RATIO
@@ -112,7 +97,7 @@ class MmditNetwork(ExpertNetwork):
             # A shared block computes keys, values and queries in the same product as its network.
             block_ratio += 3
         num_all_tokens = self.num_tokens + condition.max_tokens
-        self.widest_output = max(sum(self.modulation_widths), block_ratio * hidden * num_all_tokens)
+        self.widest_output = max(num_modulations, block_ratio * hidden * num_all_tokens)
 
     def forward(
         self,
@@ -136,7 +121,8 @@ class MmditNetwork(ExpertNetwork):
         check_input(x_BCHW, t_B, self.shape)
         text = self.text(c_BLD, len(t_B))
         condition_BD = self.time(t_B) + self.pooled(text.mean())
-        modulation_B1M = self.modulation(F.silu(condition_BD))[:, None]
+        modulation_BM = self.modulation(F.silu(condition_BD))
+        modulation_B1M = modulation_BM[:, None]
         modulations = torch.split(modulation_B1M, self.modulation_widths, -1)
         joint_modulations = modulations[: len(self.joint)]
         shared_modulations = modulations[len(self.joint) : -1]
@@ -161,7 +147,8 @@ class MmditNetwork(ExpertNetwork):
         """See `ExpertNetwork`."""
         hidden = self.architecture.hidden
         token_values = (self.num_tokens + self.condition.max_tokens) * hidden
-        outside = outer_values(self.shape, self.condition) + 2 * sum(self.modulation_widths)
+        outside = outer_values(self.shape, self.condition)
+        outside += 2 * sum(self.modulation_widths)
         # Beside what a block of one stream keeps: the normalised queries and keys of both.
         block_gradient = (BLOCK_GRADIENT + 8) * token_values
         return Activations(
@@ -190,7 +177,10 @@ class Stream(nn.Module):
     ) -> None:
         super().__init__()
         self.heads = heads
-        num_projections = 3 if is_updated else 2
+        # Keys and values; queries as well where the tokens themselves attend.
+        num_projections = 2
+        if is_updated:
+            num_projections = 3
         self.qkv = nn.Linear(hidden, num_projections * hidden, device=device)
         self.norms = _head_norms(hidden // heads, num_projections - 1, device)
         if is_updated:
@@ -239,7 +229,9 @@ class JointBlock(nn.Module):
         self.image = Stream(hidden, heads, True, device)
         self.text = Stream(hidden, heads, updates_text, device)
         self.updates_text = updates_text
-        text_modulations = _STREAM_MODULATIONS if updates_text else _KEY_VALUE_MODULATIONS
+        text_modulations = _KEY_VALUE_MODULATIONS
+        if updates_text:
+            text_modulations = _STREAM_MODULATIONS
         self.num_modulations = _STREAM_MODULATIONS + text_modulations
 
     def forward(
@@ -262,10 +254,13 @@ class JointBlock(nn.Module):
             torch.cat([v_h, v_g], dim=2),
             mask_B11T,
         )
+        # Views, so that nothing is copied.
         num_image = h_BND.shape[1]
-        h_BND = self.image.update(h_BND, mixed_BTD[:, :num_image], tuple(image_update))
+        mixed_image = mixed_BTD[:, :num_image]
+        mixed_text = mixed_BTD[:, num_image:]
+        h_BND = self.image.update(h_BND, mixed_image, tuple(image_update))
         if self.updates_text:
-            g_BLD = self.text.update(g_BLD, mixed_BTD[:, num_image:], tuple(text_update))
+            g_BLD = self.text.update(g_BLD, mixed_text, tuple(text_update))
         return h_BND, g_BLD
 
 

@@ -52,20 +52,21 @@ class StoredTensor:
                 rows = slice(start, min(start + rows_per_part, num_rows))
                 num_bytes = (rows.stop - start) * row_bytes
                 # A bytearray, since torch warns of memory that is read-only.
-                data = bytearray(
-                    os.pread(handle.fileno(), num_bytes, self.offset + start * row_bytes)
-                )
+                place = self.offset + start * row_bytes
+                data = bytearray(os.pread(handle.fileno(), num_bytes, place))
                 if len(data) != num_bytes:
                     raise TensorFileError(
                         self.path.name,
                         expected=f"{num_bytes} bytes, as its header says",
                         got=f"{len(data)} bytes",
                     )
-                yield rows, torch.frombuffer(data, dtype=torch.float32).view(-1, *self.shape[1:])
+                values = torch.frombuffer(data, dtype=torch.float32)
+                yield rows, values.view(-1, *self.shape[1:])
 
     def load(self) -> Tensor:
         """Return the whole tensor."""
-        return torch.cat([part for _, part in self.parts()]).view(self.shape)
+        parts = [part for _, part in self.parts()]
+        return torch.cat(parts).view(self.shape)
 
     def root_mean_square(self) -> float:
         """Return ``sqrt(mean(w^2))``."""
@@ -98,7 +99,8 @@ def stored_tensors(
     check_tensors(header, expected_tensors(architecture, shape, condition), path.name)
     stored = {}
     # The header lists tensors in the order of their bytes, which follow it side by side.
-    offset = path.stat().st_size - sum(spec.bytes for spec in header.values())
+    num_bytes = sum(spec.bytes for spec in header.values())
+    offset = path.stat().st_size - num_bytes
     for name, spec in header.items():
         stored[name] = StoredTensor(path, offset, spec.shape)
         offset += spec.bytes
@@ -150,8 +152,10 @@ class StreamedExpert:
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
                 parent, _, attribute = name.rpartition(".")
-                streamed = StreamedLinear(stored[f"{name}.weight"], stored.get(f"{name}.bias"))
-                setattr(model.get_submodule(parent), attribute, streamed)
+                weight = stored[f"{name}.weight"]
+                bias = stored.get(f"{name}.bias")
+                parent_module = model.get_submodule(parent)
+                setattr(parent_module, attribute, StreamedLinear(weight, bias))
         # What is left has no streamed form: convolutions, norms, embeddings.
         resident = {name: stored[name].load() for name in model.state_dict()}
         # Assigned, since the model's own weights are on the meta device and have no memory.
@@ -172,8 +176,8 @@ class StreamedExpert:
         predictions = []
         for start in range(0, len(x_B), self._batch):
             batch = slice(start, start + self._batch)
-            if c_B is None:
-                predictions.append(self.model(x_B[batch], t_B[batch]))
-            else:
-                predictions.append(self.model(x_B[batch], t_B[batch], c_B[batch]))
+            inputs = [x_B[batch], t_B[batch]]
+            if c_B is not None:
+                inputs.append(c_B[batch])
+            predictions.append(self.model(*inputs))
         return torch.cat(predictions)

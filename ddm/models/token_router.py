@@ -70,8 +70,8 @@ class TokenRouter(DitNetwork):
         elif self.text is not None:
             vector_BD = self.text(c, num).mean()
             has_condition_B = (c != 0).flatten(1).any(1)
-        shares_BE: Tensor = self.shares(vector_BD) * has_condition_B.to(vector_BD)[:, None]
-        return shares_BE
+        shares_BE: Tensor = self.shares(vector_BD)
+        return shares_BE * has_condition_B.to(vector_BD)[:, None]
 
     def forward(
         self,
@@ -82,13 +82,16 @@ class TokenRouter(DitNetwork):
         kept_BM: Tensor | None = None,
     ) -> Tensor:
         """Return one logit per expert, shape (B, E); the arguments are those of `DitNetwork.forward`."""
-        logits_BE: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM)[:, 0])
+        # The first token is the class token.
+        class_BD = self.tokens(x_BCHW, t_B, c, kept_BM)[:, 0]
+        logits_BE: Tensor = self.head(class_BD)
         return logits_BE
 
     def image_tokens(self, x_BCHW: Tensor, kept_BM: Tensor | None = None) -> Tensor:
         """Return the class token and the image's, shape (B, 1 + N, D) or (B, 1 + M, D)."""
         first = self.class_token.expand(len(x_BCHW), 1, -1)
-        return torch.cat([first, super().image_tokens(x_BCHW, kept_BM)], dim=1)
+        others = super().image_tokens(x_BCHW, kept_BM)
+        return torch.cat([first, others], dim=1)
 
     def activations(self) -> Activations:
         """See `ExpertNetwork`; twice those of the transformer are a safe bound with the token."""

@@ -45,7 +45,8 @@ class LazyExperts:
     def __getitem__(self, k: int) -> Expert:
         if k not in self._loaded:
             # Room is made first: while an expert is loaded, it counts already.
-            while self._loaded and self.loaded_bytes + self._sizes[k] > self._memory_bytes:
+            room_bytes = self._memory_bytes - self._sizes[k]
+            while self._loaded and self.loaded_bytes > room_bytes:
                 self._loaded.popitem(last=False)
             self._loaded[k] = self._load(k)
         self._loaded.move_to_end(k)
@@ -59,16 +60,20 @@ class LazyExperts:
     def to(self, device: torch.device | str) -> "LazyExperts":
         """Return the same experts, loaded onto another device."""
         load = self._load
-        return LazyExperts(
-            lambda k: move_experts([load(k)], device)[0], self._sizes, self._memory_bytes
-        )
+        target = torch.device(device)
+
+        def load_onto_device(k: int) -> Expert:
+            return _move_expert(load(k), target)
+
+        return LazyExperts(load_onto_device, self._sizes, self._memory_bytes)
 
 
 def move_experts(experts: Experts, device: torch.device | str) -> Experts:
     """Return experts on a device: copies of networks that are elsewhere, and plain functions as they are."""
     if isinstance(experts, LazyExperts):
         return experts.to(device)
-    return [_move_expert(experts[k], torch.device(device)) for k in range(len(experts))]
+    target = torch.device(device)
+    return [_move_expert(experts[k], target) for k in range(len(experts))]
 
 
 def _move_expert(expert: Expert, device: torch.device) -> Expert:
@@ -83,4 +88,6 @@ def _move_expert(expert: Expert, device: torch.device) -> Expert:
 
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor is on a device; one without an index means any of its type."""
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+    if tensor.device.type != device.type:
+        return False
+    return device.index is None or device.index == tensor.device.index

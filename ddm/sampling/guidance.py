@@ -107,11 +107,13 @@ class ConditionRequest:
         if not 0 <= self.guidance < inf:
             expected = "a finite number of at least 0"
             raise MathError("guidance", expected=expected, got=str(self.guidance))
-        if len(self.interval) != 2 or not 0 <= self.interval[0] < self.interval[1] <= 1:
+        interval = tuple(self.interval)
+        # The number of times first: another number cannot be unpacked.
+        if len(interval) != 2 or not 0 <= interval[0] < interval[1] <= 1:
             expected = "two times (low, high) with 0 <= low < high <= 1"
             raise MathError("guidance_interval", expected=expected, got=str(self.interval))
         # Without guidance the interval would have no effect, which its caller does not expect.
-        if tuple(self.interval) != (0.0, 1.0) and not self.guidance:
+        if interval != (0.0, 1.0) and not self.guidance:
             expected = "guidance above 0 together with it"
             raise MathError("guidance_interval", expected=expected, got="guidance=0")
 
@@ -158,7 +160,8 @@ class ConditionRequest:
 
     def _branch(self, ensemble: SampledEnsemble, value: ConditionValue) -> Branch:
         """Return the branch of one condition."""
-        router, num_experts = ensemble.router, len(ensemble.prior)
+        router = ensemble.router
+        num_experts = len(ensemble.prior)
         condition, _ = condition_and_null(ensemble.condition, value)
         is_counted = ensemble.class_prior is not None and isinstance(value, int)
         if self.condition_prior is None and not is_counted and knows_shares(router):
@@ -196,7 +199,8 @@ def class_names(
         return ()
     value = by_number(condition, value)
     if isinstance(value, int):
-        return (condition.classes.name(value),) * num
+        name = condition.classes.name(value)
+        return (name,) * num
     return tuple(condition.classes.name(number) for number in value.tolist())
 
 
@@ -219,7 +223,8 @@ def router_shares(
     """
     if not isinstance(router, ConditionalRouter) or not knows_shares(router):
         return None
-    learned_K = router.log_shares(condition[None])[0].double().cpu()
+    learned_1K = router.log_shares(condition[None])
+    learned_K = learned_1K[0].double().cpu()
     log_shares_K = log_prior(prior, len(prior)) + learned_K
     shares: list[float] = log_shares_K.softmax(0).tolist()
     return shares
@@ -235,10 +240,13 @@ def per_sample(condition: Condition, value: ConditionValue | None) -> Tensor | N
     if isinstance(condition, NoCondition) or not isinstance(value, Tensor):
         return None
     # One text for all samples has two dimensions, (L, D).
-    num_dims = 1 if takes_classes else 3
+    num_dims = 3
+    if takes_classes:
+        num_dims = 1
     if value.dim() != num_dims:
         return None
-    if not len(value) or (takes_classes and value.dtype != torch.int64):
+    are_numbers = value.dtype == torch.int64
+    if not len(value) or (takes_classes and not are_numbers):
         expected = "one text for each sample, (N, L, D)"
         if takes_classes:
             expected = "one class for each sample, int64 (N,)"
@@ -261,8 +269,10 @@ def _known_shares(
         # The share of an only expert is 1, whoever states it.
         declared = [1.0]
     if stated is not None:
+        if declared is None:
+            return stated
         # The caller's shares count, but a router of the class stays valid whatever the shares.
-        return stated if declared is None else ClassPrior(declared, stated.router)
+        return ClassPrior(declared, stated.router)
     if declared is not None:
         return ClassPrior(declared)
     got = "a text, which no release counts"
@@ -294,14 +304,17 @@ def condition_and_null(condition: Condition, value: ConditionValue) -> tuple[Ten
     if isinstance(condition, ClassCondition):
         if not isinstance(value, int) or not 0 <= value < condition.num_classes:
             expected = f"a class, int, 0 to {condition.num_classes - 1}"
-            got = str(value) if isinstance(value, int) else type_name
+            got = type_name
+            if isinstance(value, int):
+                got = str(value)
             raise MathError("condition", expected=expected, got=got)
         return torch.tensor(value), torch.tensor(-1)
     expected = f"a text, a tensor of 1 to {condition.max_tokens} tokens of {condition.dim} values"
     if not isinstance(value, Tensor):
         raise ShapeError("condition", expected=expected, got=type_name)
     shape = tuple(value.shape)
-    if len(shape) != 2 or not 0 < shape[0] <= condition.max_tokens or shape[1] != condition.dim:
+    fits = len(shape) == 2 and shape[1] == condition.dim
+    if not fits or not 0 < shape[0] <= condition.max_tokens:
         raise ShapeError("condition", expected=expected, got=f"{type_name} of shape {shape}")
     return value, torch.zeros_like(value)
 
@@ -328,7 +341,8 @@ def conditional_log_prior(
         target_K = log_prior(target_prior, len(prior))
     # An expert that the ensemble's own prior withdraws, and the target does not, has no share to be shifted from.
     shift_K = torch.where(own_K.isfinite(), target_K - own_K, target_K)
-    prior_K = (log_prior(class_prior, len(prior)) + shift_K).softmax(0)
+    class_log_prior_K = log_prior(class_prior, len(prior))
+    prior_K = (class_log_prior_K + shift_K).softmax(0)
     if not bool(prior_K.isfinite().all()):
         expected = "an expert with a weight above 0 and data of this condition"
         got = f"no such expert among the {int(target_K.isfinite().sum())} with a weight above 0"

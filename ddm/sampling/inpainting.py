@@ -60,7 +60,8 @@ class KnownRegion:
 
     def __post_init__(self) -> None:
         num_samples = len(self.x_0)
-        if self.mask.shape[1:] != self.x_0.shape[1:] or len(self.mask) not in (1, num_samples):
+        fits = self.mask.shape[1:] == self.x_0.shape[1:]
+        if not fits or len(self.mask) not in (1, num_samples):
             shape = (num_samples, *self.x_0.shape[1:])
             expected = f"a mask of shape {shape}, or of 1 for all samples"
             raise ShapeError("known", expected=expected, got=f"shape {tuple(self.mask.shape)}")
@@ -98,7 +99,8 @@ class KnownRegion:
     ) -> Tensor:
         """Return samples at time t whose known part is that of the data, noised to t by `eps_B`."""
         data_B = self.x_0.to(x_B).expand_as(x_B)
-        return torch.where(self.mask.to(x_B.device), x_t(path, data_B, eps_B, filled(x_B, t)), x_B)
+        noised_B = x_t(path, data_B, eps_B, filled(x_B, t))
+        return torch.where(self.mask.to(x_B.device), noised_B, x_B)
 
 
 def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
@@ -146,19 +148,24 @@ class Inpainting:
             first: the row of the first sample.
         """
         times = self.trajectories.times
-        samples = self.trajectories.start(self._with_known_part(x_B, times[0]))
+        x_B = self._with_known_part(x_B, times[0])
+        samples = self.trajectories.start(x_B)
         num_moves = 0
         for t, t_next in pairwise(times):
-            samples = self.trajectories.move(samples, (t, t_next), uniform_BM[:, num_moves:], first)
+            unused_BM = uniform_BM[:, num_moves:]
+            samples = self.trajectories.move(samples, (t, t_next), unused_BM, first)
             num_moves += 1
             # Data have no noise that a correction could replace.
             if t_next <= 0:
                 break
             for _ in range(self.known.corrections):
-                samples = self._correct(samples, t_next, uniform_BM[:, num_moves:], first)
+                unused_BM = uniform_BM[:, num_moves:]
+                samples = self._correct(samples, t_next, unused_BM, first)
                 num_moves += 1
-            samples = samples.at(self._with_known_part(samples.x_B, t_next))
-        return samples.at(self._with_known_part(samples.x_B, times[-1]))
+            x_B = self._with_known_part(samples.x_B, t_next)
+            samples = samples.at(x_B)
+        x_B = self._with_known_part(samples.x_B, times[-1])
+        return samples.at(x_B)
 
     def _correct(
         self,
@@ -173,9 +180,12 @@ class Inpainting:
         # A step from t to t that returns the velocity in the place of where it leads.
         probe = replace(self.trajectories, step=_velocity_alone, callback=None)
         probed = probe.move(samples.at(x_B), (t, t), uniform_BM, first)
-        x_0_B, eps_B = x_0_and_eps(self.path, x_B, probed.x_B, filled(x_B, t))
-        new_eps_B = RHO * eps_B + (1 - RHO**2) ** 0.5 * noise_B
-        corrected_B = x_t(self.path, x_0_B, new_eps_B, filled(x_B, t))
+        t_B = filled(x_B, t)
+        x_0_B, eps_B = x_0_and_eps(self.path, x_B, probed.x_B, t_B)
+        # Of unit variance again: rho^2 + (1 - rho^2) = 1.
+        new_share = (1 - RHO**2) ** 0.5
+        new_eps_B = RHO * eps_B + new_share * noise_B
+        corrected_B = x_t(self.path, x_0_B, new_eps_B, t_B)
         mask_B = self.known.mask.to(x_B.device)
         # A correction is no step: the numbers that a callback sees, and the first entry in the log, depend on the
         # steps.
@@ -183,13 +193,15 @@ class Inpainting:
         return corrected.at(torch.where(mask_B, x_B, corrected_B))
 
     def _with_known_part(self, x_B: Tensor, t: float) -> Tensor:
-        return self.known.put_into(x_B, t, self._noise(x_B), self.path)
+        noise_B = self._noise(x_B)
+        return self.known.put_into(x_B, t, noise_B, self.path)
 
     def _noise(self, x_B: Tensor) -> Tensor:
         """Return new noise, of each sample's own stream."""
         shape = tuple(x_B.shape[1:])
         rows = [generator.standard_normal(shape, dtype=np.float32) for generator in self.generators]
-        return torch.from_numpy(np.stack(rows)).to(x_B)
+        noise_B = torch.from_numpy(np.stack(rows))
+        return noise_B.to(x_B)
 
 
 def _velocity_alone(
@@ -200,7 +212,8 @@ def _velocity_alone(
     memory: SolverMemory,
 ) -> tuple[Tensor, SolverMemory]:
     """Return the velocity in the place of where it leads."""
-    return u(x_B, filled(x_B, t)), memory
+    u_B = u(x_B, filled(x_B, t))
+    return u_B, memory
 
 
 def mask_of_latents(known: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -215,8 +228,12 @@ def mask_of_latents(known: Tensor, shape: tuple[int, ...]) -> Tensor:
     # One unknown pixel makes the latent unknown that stands for it, so that the maximum over a window decides.
     unknown = (~known).any(1, keepdim=True).float()
     window = [side // small for side, small in zip(known.shape[2:], shape[1:], strict=True)]
-    pool = max_pool2d if len(window) == 2 else max_pool3d
-    return (pool(unknown, window) == 0).expand(-1, *shape)
+    if len(window) == 2:
+        is_unknown = max_pool2d(unknown, window)
+    else:
+        is_unknown = max_pool3d(unknown, window)
+    is_known = is_unknown == 0
+    return is_known.expand(-1, *shape)
 
 
 @dataclass(frozen=True)

@@ -70,13 +70,16 @@ def _mix(
     chunk_size: int,
 ) -> Tensor:
     """Mix velocities as `mix_velocity` does, with conditions that are made for the rows of one chunk at a time."""
-    if tuple(w_BK.shape) != (len(x_B), len(experts)) or t_B.shape != x_B.shape[:1]:
-        expected = f"weights ({len(x_B)}, {len(experts)}) and times ({len(x_B)},)"
+    num_samples = len(x_B)
+    num_experts = len(experts)
+    if tuple(w_BK.shape) != (num_samples, num_experts) or t_B.shape != (num_samples,):
+        expected = f"weights ({num_samples}, {num_experts}) and times ({num_samples},)"
         got = f"weights {tuple(w_BK.shape)} and times {tuple(t_B.shape)}"
         raise ShapeError("mixture", expected=expected, got=got)
     u_B = torch.zeros_like(x_B)
     has_weight_BK = w_BK > 0
-    for k in has_weight_BK.any(0).nonzero()[:, 0].tolist():
+    used_experts = has_weight_BK.any(0).nonzero()[:, 0].tolist()
+    for k in used_experts:
         rows_of_expert = has_weight_BK[:, k].nonzero()[:, 0]
         for rows in torch.split(rows_of_expert, chunk_size):
             condition = []
@@ -84,7 +87,8 @@ def _mix(
                 condition.append(condition_of_rows(rows))
             u_rows = evaluate(experts[k], x_B[rows], t_B[rows], *condition)
             # The sum is formed expert by expert: one velocity of each at the same time would take K times the memory.
-            u_B.index_add_(0, rows, expand_time(w_BK[rows, k], u_rows) * u_rows)
+            weight = expand_time(w_BK[rows, k], u_rows)
+            u_B.index_add_(0, rows, weight * u_rows)
     return u_B
 
 
@@ -133,7 +137,8 @@ class Branch:
         if allowed_BK is not None:
             log_prior_BK = log_prior_BK.masked_fill(~allowed_BK, -torch.inf)
         # Pure noise tells nothing, and where one expert is left there is nothing to tell: no router is needed.
-        if bool((t_B >= 1).all()) or int(log_prior_BK.isfinite().sum(1).max()) == 1:
+        is_pure_noise = bool((t_B >= 1).all())
+        if is_pure_noise or int(log_prior_BK.isfinite().sum(1).max()) == 1:
             return log_prior_BK.log_softmax(1)
         if self.router is None:
             got = "an ensemble without a router"
@@ -141,11 +146,13 @@ class Branch:
         chunks = []
         # Differences of large log-likelihoods decide the posterior, and bfloat16 would round them away.
         with full_precision(x_B):
-            for rows in torch.split(torch.arange(len(x_B), device=x_B.device), chunk_size):
+            all_rows = torch.arange(len(x_B), device=x_B.device)
+            for rows in torch.split(all_rows, chunk_size):
                 router = self.router
                 if isinstance(router, ConditionalRouter) and condition_B is not None:
                     router = router.given(condition_B[rows])
-                chunks.append(log_posterior(router, x_B[rows], t_B[rows], log_prior_BK[rows]))
+                log_w_BK = log_posterior(router, x_B[rows], t_B[rows], log_prior_BK[rows])
+                chunks.append(log_w_BK)
         return torch.cat(chunks)
 
     def posterior(
@@ -157,7 +164,8 @@ class Branch:
         chunk_size: int,
     ) -> Tensor:
         """Return `log_posterior` as probabilities."""
-        return self.log_posterior(x_B, t_B, allowed_BK, chunk_size=chunk_size).exp()
+        log_w_BK = self.log_posterior(x_B, t_B, allowed_BK, chunk_size=chunk_size)
+        return log_w_BK.exp()
 
     def _condition_for_router(self, x_B: Tensor, condition_B: Tensor | None) -> Tensor | None:
         """Return each sample's condition, None for a router that reads none."""
@@ -172,13 +180,12 @@ class Branch:
     def _log_prior(self, x_B: Tensor, condition_B: Tensor | None) -> Tensor:
         """Return the log-prior of each sample, (B, K)."""
         log_prior_BK = self.log_prior_K.to(x_B.device).expand(len(x_B), -1)
-        if (
-            self.router_shares
-            and isinstance(self.router, ConditionalRouter)
-            and condition_B is not None
-        ):
-            log_prior_BK = log_prior_BK + self.router.log_shares(condition_B).to(log_prior_BK)
-        return log_prior_BK
+        if not self.router_shares or condition_B is None:
+            return log_prior_BK
+        if not isinstance(self.router, ConditionalRouter):
+            return log_prior_BK
+        log_shares_BK = self.router.log_shares(condition_B)
+        return log_prior_BK + log_shares_BK.to(log_prior_BK)
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,8 @@ class Mixture:
     @property
     def active_K(self) -> Tensor:
         """The experts with a weight above 0 under some condition, bool (K,)."""
-        return torch.stack([branch.log_prior_K.isfinite() for branch in self.conditional]).any(0)
+        active = [branch.log_prior_K.isfinite() for branch in self.conditional]
+        return torch.stack(active).any(0)
 
     @property
     def num_conditions(self) -> int | None:
@@ -290,7 +298,12 @@ class Mixture:
             allowed = allowed_BK
             if allowed_BK is not None:
                 allowed = allowed_BK[rows]
-            log_w = branch.log_posterior(x_B[rows], t_B[rows], allowed, chunk_size=self.chunk_size)
+            log_w = branch.log_posterior(
+                x_B[rows],
+                t_B[rows],
+                allowed,
+                chunk_size=self.chunk_size,
+            )
             log_w_BK[rows] = log_w.double()
         return log_w_BK
 
@@ -330,16 +343,22 @@ class Mixture:
         is_guided_B = self._is_guided(t_B)
         guides = self.unconditional is not None and bool(is_guided_B.any())
         # The unconditional branch is a second copy of the samples, so that an expert is evaluated once for both.
-        copies = 2 if guides else 1
+        copies = 1
+        if guides:
+            copies = 2
         x_R = torch.cat([x_B] * copies)
         t_R = torch.cat([t_B] * copies)
+        # Weights of a segment's start may have rows of a branch that is not evaluated now.
+        w_RK = w_RK[: len(x_R)]
         condition_of_rows = self._condition_of_rows(x_B, copies)
-        u_R = _mix(self.experts, x_R, t_R, w_RK[: len(x_R)], condition_of_rows, self.chunk_size)
+        u_R = _mix(self.experts, x_R, t_R, w_RK, condition_of_rows, self.chunk_size)
         if not guides:
             return u_R
+        conditional_B = u_R[:num_samples]
+        unconditional_B = u_R[num_samples:]
         # Outside of the interval g is 0, which leaves the conditional velocity alone.
         g_B = expand_time(is_guided_B * self.guidance, x_B)
-        return (1 + g_B) * u_R[:num_samples] - g_B * u_R[num_samples:]
+        return (1 + g_B) * conditional_B - g_B * unconditional_B
 
     def _is_guided(self, t_B: Tensor) -> Tensor:
         """Return whether guidance applies at each time."""

@@ -59,6 +59,11 @@ def sampling_keywords(arguments: Mapping[str, Any]) -> dict[str, Any]:
     For callers that collect arguments by name, such as the command line.
     """
     names = {field.name for field in fields(SamplingOptions)}
-    options = {name: value for name, value in arguments.items() if name in names}
-    keywords = {name: value for name, value in arguments.items() if name not in names}
+    options = {}
+    keywords = {}
+    for name, value in arguments.items():
+        if name in names:
+            options[name] = value
+        else:
+            keywords[name] = value
     return keywords | {"options": SamplingOptions(**options)}

@@ -77,14 +77,18 @@ def evaluate(
     condition = [_cast(part, x_B.dtype) for part in condition_B]
     if isinstance(expert, nn.Module):
         state = {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
-        floating = {name: value for name, value in state.items() if value.is_floating_point()}
+        floating = {}
+        for name, value in state.items():
+            if value.is_floating_point():
+                floating[name] = value
         # The weights are cast for this call alone: the network is the caller's, who may use it in its own dtype
         # meanwhile.
         if any(value.dtype != x_B.dtype for value in floating.values()):
             cast = {name: value.to(x_B.dtype) for name, value in floating.items()}
             velocity: Tensor = functional_call(expert, cast, (x_B, t_B, *condition))
             return velocity.to(x_B.dtype)
-    return expert(x_B, t_B, *condition).to(x_B.dtype)
+    u_B = expert(x_B, t_B, *condition)
+    return u_B.to(x_B.dtype)
 
 
 def _cast(condition: Tensor, dtype: torch.dtype) -> Tensor:

@@ -47,7 +47,8 @@ class Provenance:
             raise MathError("sample's number", expected=expected, got=str(i))
         first, last = np.searchsorted(self.sample_E, [i, i + 1])
         times = self.t_E[first:last].tolist()
-        follows_EK = np.unpackbits(self.experts_EY[first:last], axis=1, count=self.num_experts)
+        packed_EY = self.experts_EY[first:last]
+        follows_EK = np.unpackbits(packed_EY, axis=1, count=self.num_experts)
         parts = []
         for t, follows_K in zip(times, follows_EK, strict=True):
             experts = np.flatnonzero(follows_K)
@@ -87,7 +88,8 @@ class ProvenanceLog:
         entry_bytes = 8 + 8 + num_bytes_of_set
         # Bounded by the most changes that there may be, before the first is known: the first samples are then kept
         # whole.
-        self.num = min(self.num, max(1, MAX_BYTES // (entry_bytes * self.max_changes)))
+        bytes_of_sample = entry_bytes * self.max_changes
+        self.num = min(self.num, max(1, MAX_BYTES // bytes_of_sample))
 
     def note(
         self,
@@ -97,14 +99,16 @@ class ProvenanceLog:
         changed_B: Tensor,
     ) -> None:
         """Note the experts that samples follow from time t on, for those that change them; `first` is their number."""
-        changed_B = changed_B[: max(0, self.num - first)]
-        rows = changed_B.nonzero()[:, 0]
+        num_kept = max(0, self.num - first)
+        rows = changed_B[:num_kept].nonzero()[:, 0]
         if not len(rows):
             return
-        followed = (allowed_BK[rows] & self.active_K.to(allowed_BK.device)).cpu().numpy()
+        active_K = self.active_K.to(allowed_BK.device)
+        followed = (allowed_BK[rows] & active_K).cpu().numpy()
         samples = first + rows.cpu().numpy()
         times = np.full(len(samples), t)
-        self.changes.append(_Changes(samples, times, np.packbits(followed, axis=1)))
+        experts = np.packbits(followed, axis=1)
+        self.changes.append(_Changes(samples, times, experts))
 
     def table(self) -> Provenance:
         """Return what was collected, sample by sample."""
@@ -113,5 +117,9 @@ class ProvenanceLog:
         experts = np.concatenate([change.experts for change in self.changes])
         order = np.argsort(samples, kind="stable")
         return Provenance(
-            samples[order], times[order], experts[order], self.num, len(self.active_K)
+            samples[order],
+            times[order],
+            experts[order],
+            self.num,
+            len(self.active_K),
         )

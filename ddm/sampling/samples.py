@@ -49,7 +49,8 @@ class Samples:
     def shares(self) -> tuple[float, ...]:
         """The share of the samples that each expert accounts for; to be compared with the prior."""
         counts_K = torch.bincount(self.expert_N, minlength=self.num_experts).double()
-        return tuple((counts_K / counts_K.sum()).tolist())
+        share_K = counts_K / counts_K.sum()
+        return tuple(share_K.tolist())
 
     def save(self, path: Path | str) -> str:
         """Write the samples, each file marked as synthetic, with the release's digest and the classes asked for.

@@ -56,9 +56,11 @@ class InitialState:
             noise = self.noise[own_rows].to(own_noise)
         if self.x_0 is not None:
             t = filled(noise, self.times[0])
-            return x_t(path, self.x_0[own_rows].to(noise), noise, t)
+            x_0 = self.x_0[own_rows].to(noise)
+            return x_t(path, x_0, noise, t)
         # On the schedules of diffusion models sigma is not quite 1 at t = 1.
-        return noise * path.sigma(torch.ones(()))
+        sigma = path.sigma(torch.ones(()))
+        return noise * sigma
 
 
 def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -76,8 +78,10 @@ def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     samples_B = real_tensor(x_B, "x")
     times_B = real_tensor(t_B, "t")
     if tuple(samples_B.shape[1:]) != tuple(shape):
-        expected = f"shape (B, {', '.join(map(str, shape))})"
-        raise ShapeError("x", expected=expected, got=str(tuple(samples_B.shape)))
+        sides = ", ".join(map(str, shape))
+        got = str(tuple(samples_B.shape))
+        raise ShapeError("x", expected=f"shape (B, {sides})", got=got)
+    # Refuses another number of times.
     expand_time(times_B, samples_B)
     return samples_B, times_B
 
@@ -136,7 +140,9 @@ def _times(
         raise MathError("times", expected=expected, got="both times and t_start")
     times = _time_grid(options, steps)
     check_times(times)
-    begins_at = "x" if "x" in tensors else "x_0"
+    begins_at = "x_0"
+    if "x" in tensors:
+        begins_at = "x"
     is_given = begins_at in tensors
     if is_given and options.times is None and options.t_start is None:
         got = f"{begins_at} without the time at which it begins"
@@ -165,8 +171,12 @@ def _time_grid(options: SamplingOptions, steps: int) -> tuple[float, ...]:
 
 def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor]) -> int:
     """Return N, on which all arguments that state it must agree."""
-    stated = {name: length for name, length in lengths.items() if length is not None}
-    stated |= {name: len(tensor) for name, tensor in tensors.items()}
+    stated = {}
+    for name, length in lengths.items():
+        if length is not None:
+            stated[name] = length
+    for name, tensor in tensors.items():
+        stated[name] = len(tensor)
     if not stated:
         got = "no number, and no tensor that tells it"
         raise MathError("num", expected="the number of samples", got=got)
@@ -194,8 +204,10 @@ def _numbers(numbers: Sequence[int] | None, num_samples: int) -> Sequence[int]:
 def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     tensor_shape = tuple(tensor.shape)
     fits = tensor.dim() == len(shape) + 1 and tensor_shape[1:] == tuple(shape)
-    if not fits or not prod(tensor_shape) or not tensor.is_floating_point():
-        expected = f"floating point, shape (N, {', '.join(map(str, shape))})"
+    is_empty = prod(tensor_shape) == 0
+    if not fits or is_empty or not tensor.is_floating_point():
+        sides = ", ".join(map(str, shape))
+        expected = f"floating point, shape (N, {sides})"
         got = f"{tensor.dtype} of shape {tensor_shape}".removeprefix("torch.")
         raise ShapeError(name, expected=expected, got=got)
     if not bool(tensor.isfinite().all()):

@@ -120,7 +120,9 @@ class Lock(Strategy):
     def step_rule(self, t: float, t_before: float) -> StepRule:
         """See `Strategy.step_rule`."""
         if t > self.t_lock + _SAME_TIME:
-            return StepRule.MIXTURE if self.prefix == "full" else StepRule.DRAW
+            if self.prefix == "full":
+                return StepRule.MIXTURE
+            return StepRule.DRAW
         # The first step at or below t_lock draws; all later ones keep what it drew.
         if t_before > self.t_lock + _SAME_TIME:
             return StepRule.LOCK
@@ -147,7 +149,8 @@ class TopK(Strategy):
     def select(self, w_BK: "Tensor") -> "Tensor":
         """See `Strategy.select`."""
         none_BK = w_BK < 0
-        selected_BK = none_BK.scatter(1, _descending(w_BK)[:, : self.k], True)
+        most_probable_BK = _descending(w_BK)[:, : self.k]
+        selected_BK = none_BK.scatter(1, most_probable_BK, True)
         # Where fewer than k experts have a weight, the others are not evaluated.
         return selected_BK & (w_BK > 0)
 
@@ -187,8 +190,10 @@ class Nucleus(Strategy):
         # An expert is needed where those before it do not reach the mass.
         mass_before_BK = sorted_BK.cumsum(1) - sorted_BK
         needed_BK = mass_before_BK < self.mass
+        # From the order of probability back to that of the experts.
         none_BK = w_BK < 0
-        return none_BK.scatter(1, order_BK, needed_BK) & (w_BK > 0)
+        selected_BK = none_BK.scatter(1, order_BK, needed_BK)
+        return selected_BK & (w_BK > 0)
 
 
 @dataclass(frozen=True)
@@ -212,10 +217,19 @@ class Threshold(Strategy):
         """See `Strategy.select`."""
         # The most probable expert stays where none reaches the threshold, since a sample must follow at least one.
         is_probable_BK = w_BK >= self.least
-        return (is_probable_BK | TopK(1).select(w_BK)) & (w_BK > 0)
+        is_most_probable_BK = TopK(1).select(w_BK)
+        return (is_probable_BK | is_most_probable_BK) & (w_BK > 0)
 
 
-_CLASSES: tuple[type[Strategy], ...] = (Full, Sample, Lock, TopOne, TopK, Nucleus, Threshold)
+_CLASSES: tuple[type[Strategy], ...] = (
+    Full,
+    Sample,
+    Lock,
+    TopOne,
+    TopK,
+    Nucleus,
+    Threshold,
+)
 STRATEGIES: Mapping[str, type[Strategy]] = {strategy.name: strategy for strategy in _CLASSES}
 
 
@@ -303,10 +317,14 @@ def segments(
     starts_before = [t_before, *times]
     for step, (t, t_next) in enumerate(pairwise(times)):
         rule = strategy.step_rule(t, starts_before[step])
-        # A change of the rule begins a segment, so that the step which locks always evaluates the router.
-        reuses_weights = step % router_every > 0 and bool(cut) and rule is cut[-1].rule
-        if cut and (rule is StepRule.KEEP or reuses_weights):
-            cut[-1] = replace(cut[-1], times=(*cut[-1].times, t_next))
+        continues = False
+        if cut:
+            # A change of the rule begins a segment, so that the step which locks always evaluates the router.
+            reuses_weights = step % router_every > 0 and rule is cut[-1].rule
+            continues = rule is StepRule.KEEP or reuses_weights
+        if continues:
+            longer_times = (*cut[-1].times, t_next)
+            cut[-1] = replace(cut[-1], times=longer_times)
         else:
             cut.append(Segment(step, rule, (t, t_next)))
     return cut
@@ -325,7 +343,9 @@ def draw_expert(w_BK: "Tensor", uniform_B: "Tensor") -> "Tensor":
     cumulative_BK = w_BK.double().cumsum(dim=-1)
     # Dividing makes the last positive entry, and all after it, exactly 1, which no uniform number reaches.
     cumulative_BK = cumulative_BK / cumulative_BK[:, -1:]
-    return (cumulative_BK <= uniform_B.double()[:, None]).sum(dim=-1)
+    uniform_B1 = uniform_B.double()[:, None]
+    # The number of experts whose cumulative share the number has passed is that of the expert it falls upon.
+    return (cumulative_BK <= uniform_B1).sum(dim=-1)
 
 
 def _descending(w_BK: "Tensor") -> "Tensor":

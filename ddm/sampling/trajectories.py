@@ -120,14 +120,17 @@ class Trajectories:
 
     def of(self, samples: range) -> "Trajectories":
         """Return the trajectories of the samples with these numbers."""
-        return replace(self, mixture=self.mixture.of(slice(samples.start, samples.stop)))
+        rows = slice(samples.start, samples.stop)
+        return replace(self, mixture=self.mixture.of(rows))
 
     def start(self, x_B: Tensor) -> TrajectoryState:
         """Return samples that have not moved yet."""
+        num_samples = len(x_B)
         num_experts = len(self.mixture.experts)
-        all_BK = torch.ones(len(x_B), num_experts, dtype=torch.bool, device=x_B.device)
-        expert_B = torch.zeros(len(x_B), dtype=torch.int64, device=x_B.device)
-        return TrajectoryState(SolverState(x_B, SolverMemory.empty(x_B)), all_BK, expert_B)
+        all_BK = torch.ones(num_samples, num_experts, dtype=torch.bool, device=x_B.device)
+        expert_B = torch.zeros(num_samples, dtype=torch.int64, device=x_B.device)
+        solver_state = SolverState(x_B, SolverMemory.empty(x_B))
+        return TrajectoryState(solver_state, all_BK, expert_B)
 
     def integrate(
         self,
@@ -146,7 +149,8 @@ class Trajectories:
             The samples at the last time, with the last expert that each followed; for a mixture, one drawn from its
             last weights.
         """
-        return self.move(self.start(x_B), self.times, uniform_BS, first)
+        samples = self.start(x_B)
+        return self.move(samples, self.times, uniform_BS, first)
 
     def move(
         self,
@@ -200,12 +204,14 @@ class Trajectories:
         if rule is StepRule.MIXTURE and not reaches_end:
             # The posterior at the segment's start would draw an expert that nobody reads.
             return allowed_BK, samples.expert_B
-        w_BK = self.mixture.posterior(samples.x_B, filled(samples.x_B, segment.times[0]))
+        t_B = filled(samples.x_B, segment.times[0])
+        w_BK = self.mixture.posterior(samples.x_B, t_B)
         if rule is StepRule.SELECT:
             allowed_BK = self.strategy.select(w_BK)
         expert_B = draw_expert(w_BK * allowed_BK, uniform_B)
         if rule in (StepRule.DRAW, StepRule.LOCK):
-            allowed_BK = one_hot(expert_B, allowed_BK.shape[1]).bool()
+            num_experts = allowed_BK.shape[1]
+            allowed_BK = one_hot(expert_B, num_experts).bool()
         return allowed_BK, expert_B
 
     def _integrate_segment(
@@ -221,9 +227,9 @@ class Trajectories:
         groups = self._groups(segment, state.x_B, allowed_BK, in_reverse=in_reverse)
         if self.callback is None:
             return self._integrate_groups(groups, segment.times, state)
-        for step, ends in enumerate(pairwise(segment.times), start=num_steps):
-            state = self._integrate_groups(groups, ends, state)
-            moved_B = self.callback(step, ends[1], state.x_B, allowed_BK)
+        for step, (t, t_next) in enumerate(pairwise(segment.times), start=num_steps):
+            state = self._integrate_groups(groups, (t, t_next), state)
+            moved_B = self.callback(step, t_next, state.x_B, allowed_BK)
             if moved_B is None:
                 continue
             if moved_B.shape != state.x_B.shape:
@@ -242,8 +248,10 @@ class Trajectories:
         in_reverse: bool,
     ) -> list[tuple[Tensor | slice, Velocity]]:
         """Return the rows that are integrated together, each with its velocity."""
-        if bool((allowed_BK.sum(1) > 1).any()):
-            return [(slice(None), self._mixture_velocity(segment, x_B, allowed_BK))]
+        num_allowed_B = allowed_BK.sum(1)
+        if bool((num_allowed_B > 1).any()):
+            mixture_velocity = self._mixture_velocity(segment, x_B, allowed_BK)
+            return [(slice(None), mixture_velocity)]
         groups: list[tuple[Tensor | slice, Velocity]] = []
         followed_experts = allowed_BK.any(0).nonzero()[:, 0].tolist()
         if in_reverse:
@@ -252,7 +260,8 @@ class Trajectories:
             rows_of_expert = allowed_BK[:, expert].nonzero()[:, 0]
             # A chunk goes through the whole segment before the next one, so that memory is needed for one chunk alone.
             for rows in torch.split(rows_of_expert, self.mixture.chunk_size):
-                velocity = self._expert_velocity(allowed_BK[rows], self.mixture.of(rows))
+                mixture = self.mixture.of(rows)
+                velocity = self._expert_velocity(allowed_BK[rows], mixture)
                 groups.append((rows, velocity))
         return groups
 
@@ -264,6 +273,7 @@ class Trajectories:
     ) -> SolverState:
         """Integrate groups of samples one after the other, and return all of them in their order."""
         parts = [self._integrate(velocity, times, state.of(rows)) for rows, velocity in groups]
+        # A mixture moves all samples as one group.
         if isinstance(groups[0][0], slice):
             return parts[0]
         x_B = torch.cat([part.x_B for part in parts])
@@ -290,7 +300,8 @@ class Trajectories:
             self.report_step(len(x_B))
             return result
 
-        return SolverState(*follow(velocity, state.x_B, times, step, state.memory))
+        x_B, memory = follow(velocity, state.x_B, times, step, state.memory)
+        return SolverState(x_B, memory)
 
     @staticmethod
     def _expert_velocity(allowed_BK: Tensor, mixture: Mixture) -> Velocity:
@@ -298,19 +309,25 @@ class Trajectories:
 
         def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
             # The weight of the one expert is 1 in the conditional branch, and in the unconditional one.
-            return mixture.velocity(x_B, t_B, allowed_BK.to(x_B).repeat(2, 1))
+            weight_RK = allowed_BK.to(x_B).repeat(2, 1)
+            return mixture.velocity(x_B, t_B, weight_RK)
 
         return velocity
 
     def _mixture_velocity(self, segment: Segment, x_B: Tensor, allowed_BK: Tensor) -> Velocity:
         """Return the velocity of mixtures, with weights of every evaluation, or of the segment's start."""
+        mixture = self.mixture
         if self.router_every == 1:
-            return lambda x_B, t_B: self.mixture.velocity(
-                x_B, t_B, self.mixture.weights(x_B, t_B, allowed_BK)
-            )
+
+            def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
+                weight_RK = mixture.weights(x_B, t_B, allowed_BK)
+                return mixture.velocity(x_B, t_B, weight_RK)
+
+            return velocity
+
         t_B = filled(x_B, segment.times[0])
-        fixed_RK = self.mixture.weights(x_B, t_B, allowed_BK, of_all_branches=True)
-        return lambda x_B, t_B: self.mixture.velocity(x_B, t_B, fixed_RK)
+        fixed_RK = mixture.weights(x_B, t_B, allowed_BK, of_all_branches=True)
+        return lambda x_B, t_B: mixture.velocity(x_B, t_B, fixed_RK)
 
 
 def step_reporter(on_progress: Callable[[int, int], None] | None, total_steps: int) -> StepReporter:
@@ -339,7 +356,8 @@ def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
     if seed:
         raise MathError("seed", expected="a seed or a generator", got=f"both, seed={seed}")
     # Of a CUDA generator the number has to be drawn on its device.
-    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return int(drawn)
 
 
 def draw_noise(
