@@ -65,7 +65,9 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     """
     inner = float(log_ndtr(mu / 2 - epsilon / mu))
     outer = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
-    return max(0.0, -math.exp(inner) * math.expm1(min(0.0, outer - inner)))
+    # exp(inner) - exp(outer), written so that equal leading digits do not cancel. Rounding may put outer above inner.
+    log_ratio = min(0.0, outer - inner)
+    return max(0.0, -math.exp(inner) * math.expm1(log_ratio))
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -79,13 +81,18 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
         raise NumericalError(
             "Gaussian mechanism", expected="epsilon > 0 and 0 < delta < 1", got=got
         )
-    if not gaussian_delta(_MIN_MU, epsilon) <= delta < gaussian_delta(_MAX_MU, epsilon):
+    smallest_delta = gaussian_delta(_MIN_MU, epsilon)
+    largest_delta = gaussian_delta(_MAX_MU, epsilon)
+    if not smallest_delta <= delta < largest_delta:
         expected = f"epsilon and delta that a mu of {_MIN_MU:g} to {_MAX_MU:g} meets"
         raise NumericalError("Gaussian mechanism", expected=expected, got=got)
-    mu = _root(
-        lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12
-    )
-    while gaussian_delta(mu, epsilon) > delta:  # the root may be above by rounding
+
+    def excess(mu: float) -> float:
+        return gaussian_delta(mu, epsilon) - delta
+
+    mu = _root(excess, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12)
+    # The root may be above by rounding.
+    while excess(mu) > 0:
         mu *= 1 - 1e-12
     return mu
 
@@ -109,12 +116,15 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
     pure-DP statistic costs exactly its epsilon, without a discretisation error.
     """
     listed = list(mechanisms)
-    laplace = sorted(m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism))
-    mu = math.sqrt(math.fsum(m.mu**2 for m in listed if isinstance(m, GaussianMechanism)))
-    trained = [m for m in listed if isinstance(m, DpSgdMechanism)]
+    laplace = [one.epsilon for one in listed if isinstance(one, DiscreteLaplaceMechanism)]
+    laplace.sort()
+    squares = [one.mu**2 for one in listed if isinstance(one, GaussianMechanism)]
+    mu = math.sqrt(math.fsum(squares))
+    trained = [one for one in listed if isinstance(one, DpSgdMechanism)]
     trained.sort(key=lambda mechanism: mechanism.model_dump_json())
+    num_gaussians = int(mu > 0)
     # Of delta, which histograms do not need.
-    num_shares = max(1, (mu > 0) + len(trained))
+    num_shares = max(1, num_gaussians + len(trained))
 
     def basic(delta: float) -> float:
         share = delta / num_shares
@@ -122,7 +132,7 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
         epsilons += [_dp_sgd_epsilon(mechanism, share) for mechanism in trained]
         return math.fsum(epsilons)
 
-    is_single = len(laplace) + (mu > 0) + len(trained) <= 1
+    is_single = len(laplace) + num_gaussians + len(trained) <= 1
     exceeds_range = math.fsum(laplace) > _MAX_COMPOSED
     if trained and _mean_loss(mu) > _MAX_COMPOSED:
         exceeds_range = True
@@ -131,9 +141,11 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
     composed = _composed_loss(tuple(laplace), mu, tuple(trained))
 
     def curve(delta: float) -> float:
+        by_basic_composition = basic(delta)
         if delta <= 0:
-            return basic(delta)
-        return min(basic(delta), float(composed.get_epsilon_for_delta(delta)))
+            return by_basic_composition
+        by_loss = float(composed.get_epsilon_for_delta(delta))
+        return min(by_basic_composition, by_loss)
 
     return curve
 
@@ -163,7 +175,9 @@ def filter_epsilon(curves: Sequence[Curve], delta: float) -> float:
     epsilons = []
     for j, curve in enumerate(curves, start=1):
         # The shares of all steps sum to delta: 1 / (j (j + 1)) = 1 / j - 1 / (j + 1), and the last one takes the rest.
-        divisor = j * (j + 1) if j < last else j
+        divisor = j * (j + 1)
+        if j == last:
+            divisor = j
         epsilons.append(curve(delta / divisor))
     return math.fsum(epsilons)
 
@@ -177,7 +191,8 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
     counts = DiscreteLaplaceMechanism(epsilon=counts_epsilon)
 
     def over(mu: float) -> float:
-        return privacy_curve([counts, GaussianMechanism(mu=mu)])(delta) - total_epsilon
+        curve = privacy_curve([counts, GaussianMechanism(mu=mu)])
+        return curve(delta) - total_epsilon
 
     if over(_MIN_MU) > 0:
         expected = f"a total epsilon above {counts_epsilon:g}, which the counts cost"
@@ -209,7 +224,8 @@ def _composed_loss(
     # It takes seconds to import, and sampling does not need it.
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    step = max(_FINEST_CELL, (math.fsum(laplace) + _mean_loss(mu)) / _CELLS)
+    largest_loss = math.fsum(laplace) + _mean_loss(mu)
+    step = max(_FINEST_CELL, largest_loss / _CELLS)
     if trained:
         # Its steps add up their discretisation errors.
         step = min(_dp_sgd_interval(mechanism) for mechanism in trained)
@@ -221,9 +237,12 @@ def _composed_loss(
             value_discretization_interval=step,
             use_connect_dots=True,
         )
-        parts.append(one.self_compose(2 * laplace.count(epsilon)))
+        # Two mechanisms for each histogram: one for the cell that falls, one for that which rises.
+        num_mechanisms = 2 * laplace.count(epsilon)
+        parts.append(one.self_compose(num_mechanisms))
     if mu > 0:
-        parts.append(pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step))
+        gaussian = pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step)
+        parts.append(gaussian)
     parts += [_dp_sgd_loss(mechanism, step) for mechanism in trained]
     return reduce(lambda left, right: left.compose(right), parts)
 
@@ -261,7 +280,9 @@ def _dp_sgd_loss(mechanism: DpSgdMechanism, interval: float) -> "PrivacyLossDist
 
 def _dp_sgd_interval(mechanism: DpSgdMechanism) -> float:
     """Return cells of the privacy loss that are fine beside the loss of one step; the bound holds with any."""
-    return 1e-3 if mechanism.rate >= _COARSE * mechanism.noise_multiplier else 1e-4
+    if mechanism.rate >= _COARSE * mechanism.noise_multiplier:
+        return 1e-3
+    return 1e-4
 
 
 def _dp_sgd_epsilon(mechanism: DpSgdMechanism, delta: float) -> float:
@@ -287,11 +308,16 @@ def noise_multiplier_for(
     def over(multiplier: float, *, coarse: bool = True) -> float:
         """Return how far the epsilon of this noise is above the wanted one, on a logarithmic scale."""
         # About its mean loss, of which a distribution would fill the memory.
-        if 2 * steps * (rate / multiplier) ** 2 > _MAX_COMPOSED + 4 * epsilon:
+        mean_loss = 2 * steps * (rate / multiplier) ** 2
+        if mean_loss > _MAX_COMPOSED + 4 * epsilon:
             return math.inf
         mechanism = DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=steps)
-        interval = 1e-3 if coarse else _dp_sgd_interval(mechanism)
-        cost = float(_dp_sgd_loss(mechanism, interval).get_epsilon_for_delta(delta))
+        interval = 1e-3
+        if not coarse:
+            interval = _dp_sgd_interval(mechanism)
+        loss = _dp_sgd_loss(mechanism, interval)
+        cost = float(loss.get_epsilon_for_delta(delta))
+        # Finite, as the root finder needs it.
         return math.log(min(cost, 1e6) + 1e-9) - math.log(epsilon)
 
     # Bracket the root by doubling and halving, since each evaluation takes long.
@@ -337,7 +363,12 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     high = 1.0
     while gaussian_delta(mu, high) > delta:
         high *= 2
-    epsilon = _root(lambda e: gaussian_delta(mu, e) - delta, 0.0, high, xtol=1e-13, rtol=1e-12)
+
+    def excess(epsilon: float) -> float:
+        return gaussian_delta(mu, epsilon) - delta
+
+    epsilon = _root(excess, 0.0, high, xtol=1e-13, rtol=1e-12)
+    # Above the root, which may be too low by its tolerance.
     return float(epsilon * (1 + 1e-12))
 
 
@@ -380,8 +411,10 @@ def t_release(
     import torch  # takes seconds, and whoever has a path has it already
 
     def ratio(t: float) -> float:
-        at = torch.tensor(t, dtype=torch.float64)
-        return float(path.alpha(at) / path.sigma(at))
+        time = torch.tensor(t, dtype=torch.float64)
+        alpha = path.alpha(time)
+        sigma = path.sigma(time)
+        return float(alpha / sigma)
 
     target = mu / (sketch_sensitivity(rank) * scale_C)
     t = _root(lambda u: ratio(u) - target, 1e-12, 1.0, xtol=1e-14)

@@ -44,12 +44,14 @@ def total_noise_bound(epsilon: float, num_cells: int) -> int:
     """
     rate = epsilon / COUNTS_SENSITIVITY
     l_L = rate * (np.arange(_NUM_RATES) + 0.5) / _NUM_RATES
-    log_m_L = (
-        2 * np.log(-np.expm1(-rate))
-        - np.log(-np.expm1(l_L - rate))
-        - np.log(-np.expm1(-l_L - rate))
-    )
-    return math.ceil(float(((num_cells * log_m_L + math.log(2 / FAILURE)) / l_L).min()))
+    # log(1 - exp(x)) is written log(-expm1(x)), which is exact near x = 0.
+    log_numerator = 2 * np.log(-np.expm1(-rate))
+    log_above_L = np.log(-np.expm1(l_L - rate))
+    log_below_L = np.log(-np.expm1(-l_L - rate))
+    log_m_L = log_numerator - log_above_L - log_below_L
+    # The b at which the bound is `FAILURE`.
+    bound_L = (num_cells * log_m_L + math.log(2 / FAILURE)) / l_L
+    return math.ceil(float(bound_L.min()))
 
 
 def sketch_norm_bound(
@@ -72,7 +74,9 @@ def sketch_norm_bound(
         num_rows: n_k.
     """
     q = _chi(rank, FAILURE / num_rows)
-    return (alpha * (1 + math.sqrt(rank) * GRID) + sigma / scale_C * q) * _ROUNDING
+    signal = alpha * (1 + math.sqrt(rank) * GRID)
+    noise = sigma / scale_C * q
+    return (signal + noise) * _ROUNDING
 
 
 def _chi(degrees: int, failure: float) -> float:

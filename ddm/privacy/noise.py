@@ -57,9 +57,12 @@ def discrete_laplace(num: int, epsilon: float, noise: Noise = OS_NOISE) -> NDArr
         Canonne, Kamath and Steinke 2020, Algorithms 1 and 2.
     """
     rate = Fraction(epsilon) / COUNTS_SENSITIVITY
-    return np.array(
-        [_geometric(rate, noise) - _geometric(rate, noise) for _ in range(num)], dtype=np.int64
-    )
+    draws = []
+    for _ in range(num):
+        upwards = _geometric(rate, noise)
+        downwards = _geometric(rate, noise)
+        draws.append(upwards - downwards)
+    return np.array(draws, dtype=np.int64)
 
 
 def _geometric(rate: Fraction, noise: Noise) -> int:
@@ -106,11 +109,16 @@ def rounded_gaussian(
             got=f"{std:g}",
         )
     num = math.prod(shape)
-    bits = np.frombuffer(noise.octets(17 * num), dtype=np.uint8)
-    sign = np.where(bits[:num] & 1, 1.0, -1.0)
-    high, low = bits[num:].view(np.uint64).reshape(2, num).astype(np.float64)
-    tail = (high + (low + 0.5) * 2.0**-64) * 2.0**-65  # in (0, 1/2]
-    whole = np.rint(sign * np.abs(ndtri(tail)) * std)
+    # One byte for the sign and 16 for the tail of each number.
+    octets = np.frombuffer(noise.octets(17 * num), dtype=np.uint8)
+    sign = np.where(octets[:num] & 1, 1.0, -1.0)
+    words = octets[num:].view(np.uint64).reshape(2, num)
+    high, low = words.astype(np.float64)
+    # 128 bits below the point, halved: in (0, 1/2]. The half keeps it above 0, where the inverse is infinite.
+    fraction = high + (low + 0.5) * 2.0**-64
+    tail = fraction * 2.0**-65
+    magnitude = np.abs(ndtri(tail))
+    whole = np.rint(sign * magnitude * std)
     return np.asarray(whole, dtype=np.int64).reshape(shape)
 
 
@@ -127,15 +135,21 @@ def one_per_unit(
         noise: the random source; 128 bits per record.
     """
     order_N = _shuffled_within(unit_N, noise)
-    return order_N[np.searchsorted(unit_N[order_N], np.arange(num_units))]
+    # The first record of each unit in a random order of its records.
+    first_U = np.searchsorted(unit_N[order_N], np.arange(num_units))
+    return order_N[first_U]
 
 
 def shuffled(num: int, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
     """Return a uniformly random permutation of `num` indices."""
-    return _shuffled_within(np.zeros(num, dtype=np.int64), noise)
+    one_key_N = np.zeros(num, dtype=np.int64)
+    return _shuffled_within(one_key_N, noise)
 
 
 def _shuffled_within(key_N: NDArray[np.int64], noise: Noise) -> NDArray[np.int64]:
     """Return an order by key, uniform among equal keys: they are sorted by 128 random bits each."""
-    low_N, high_N = np.frombuffer(noise.octets(16 * len(key_N)), dtype=np.uint64).reshape(2, -1)
-    return np.asarray(np.lexsort((low_N, high_N, key_N)), dtype=np.int64)
+    octets = noise.octets(16 * len(key_N))
+    low_N, high_N = np.frombuffer(octets, dtype=np.uint64).reshape(2, -1)
+    # The last key of lexsort decides first.
+    order_N = np.lexsort((low_N, high_N, key_N))
+    return np.asarray(order_N, dtype=np.int64)

@@ -73,7 +73,9 @@ class SecretStream:
     ) -> None:
         self._key = _key(secret, purpose, step, unit)
         # The key is used for nothing else, so its nonce and counter may begin at zero.
-        self._cipher = Cipher(algorithms.ChaCha20(self._key, bytes(16)), mode=None).encryptor()
+        nonce = bytes(16)
+        cipher = Cipher(algorithms.ChaCha20(self._key, nonce), mode=None)
+        self._cipher = cipher.encryptor()
 
     def octets(self, num: int) -> bytes:
         """Return the next `num` bytes."""
@@ -85,7 +87,9 @@ def secret_generator(secret: bytes, step: int, unit: int) -> np.random.Generator
 
     They depend on the secret so that they are independent of the order in which units are numbered.
     """
-    key = np.frombuffer(_key(secret, "draws", step, unit)[:16], dtype=np.uint64)
+    # Philox takes a key of 128 bits.
+    key_bytes = _key(secret, "draws", step, unit)[:16]
+    key = np.frombuffer(key_bytes, dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
 
