@@ -47,10 +47,12 @@ class Network(nn.Module):
         self.convolutions = nn.ModuleList()
         width_in = channels
         for width, stride in zip(_WIDTHS, _STRIDES, strict=True):
-            self.convolutions.append(nn.Conv2d(width_in, width, 3, stride=stride, padding=1))
+            convolution = nn.Conv2d(width_in, width, 3, stride=stride, padding=1)
+            self.convolutions.append(convolution)
             width_in = width
         self.norms = nn.ModuleList(nn.GroupNorm(8, width) for width in _WIDTHS)
-        self.features = nn.Linear(_POOLED_SIDE**2 * _WIDTHS[-1], DIM)
+        num_pooled = _POOLED_SIDE**2 * _WIDTHS[-1]
+        self.features = nn.Linear(num_pooled, DIM)
         self.classes = nn.Linear(DIM, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ class Network(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, number of classes)."""
-        logits: Tensor = self.classes(F.relu(self.embed(x_BCHW)))
+        features = self.embed(x_BCHW)
+        logits: Tensor = self.classes(F.relu(features))
         return logits
 
 
@@ -93,7 +96,8 @@ class Classifier:
         """Return features, shape (N, 64), of images in the range that the network was trained on."""
         features = []
         for block in torch.split(images.float(), _BATCH_SIZE):
-            features.append(self.net.embed(_scaled(block, self.data)))
+            scaled = _scaled(block, self.data)
+            features.append(self.net.embed(scaled))
         return torch.cat(features)
 
     @torch.inference_mode()
@@ -103,17 +107,19 @@ class Classifier:
         label_blocks = torch.split(labels, _BATCH_SIZE)
         num_correct = 0
         for block, label_B in zip(image_blocks, label_blocks, strict=True):
-            predicted_B = self.net(_scaled(block, self.data)).argmax(1)
+            logits = self.net(_scaled(block, self.data))
+            predicted_B = logits.argmax(1)
             num_correct += int((predicted_B == label_B).sum())
         return num_correct / len(images)
 
     def save(self, path: Path) -> None:
         """Write weights, shape, range and the digest of the training images as one safetensors file."""
+        digest = list(bytes.fromhex(self.trained_on))
         tensors = {
             **self.net.state_dict(),
             _SHAPE: torch.tensor(self.data.shape),
             _RANGE: torch.tensor(self.data.range, dtype=torch.float64),
-            _TRAINED_ON: torch.tensor(list(bytes.fromhex(self.trained_on)), dtype=torch.uint8),
+            _TRAINED_ON: torch.tensor(digest, dtype=torch.uint8),
         }
         save_tensors(path, tensors)
 
@@ -125,12 +131,13 @@ class Classifier:
             TensorFileError: other names, shapes or dtypes, or values that are not finite.
         """
         # The header says how large the network is; then exactly the tensors of this network are required.
-        channels, num_classes = _network_size(read_header(path, max_bytes=MAX_FILE_BYTES))
+        header = read_header(path, max_bytes=MAX_FILE_BYTES)
+        channels, num_classes = _network_size(header)
         expected = _expected_tensors(channels, num_classes)
         tensors = load_tensors(path, expected, max_bytes=MAX_FILE_BYTES, max_abs=_MAX_WEIGHT)
         shape = tensors.pop(_SHAPE).tolist()
         value_range = tensors.pop(_RANGE).tolist()
-        training_digest = bytes(tensors.pop(_TRAINED_ON).tolist()).hex()
+        digest = tensors.pop(_TRAINED_ON).tolist()
         net = Network(channels, num_classes)
         net.load_state_dict(tensors)
         try:
@@ -139,7 +146,7 @@ class Classifier:
             raise DataError(
                 path.name, expected="the shape and range of images", got=str(shape)
             ) from error
-        return cls(net.eval().requires_grad_(False), data, training_digest)
+        return cls(net.eval().requires_grad_(False), data, bytes(digest).hex())
 
 
 def _network_size(header: Mapping[str, TensorSpec]) -> tuple[int, int]:
@@ -150,11 +157,15 @@ def _network_size(header: Mapping[str, TensorSpec]) -> tuple[int, int]:
     channels = 1
     num_classes = 2
     convolution = header.get("convolutions.0.weight")
-    if convolution is not None and len(convolution.shape) == 4 and convolution.shape[1] in (1, 3):
-        channels = convolution.shape[1]
+    if convolution is not None:
+        shape = convolution.shape
+        if len(shape) == 4 and shape[1] in (1, 3):
+            channels = shape[1]
     bias = header.get("classes.bias")
-    if bias is not None and len(bias.shape) == 1 and bias.shape[0] <= MAX_CLASSES:
-        num_classes = bias.shape[0]
+    if bias is not None:
+        shape = bias.shape
+        if len(shape) == 1 and shape[0] <= MAX_CLASSES:
+            num_classes = shape[0]
     return channels, num_classes
 
 
@@ -220,12 +231,14 @@ def train_classifier(
         schedule.step()
         if on_progress:
             on_progress(step + 1, num_steps)
-    return Classifier(net.eval().requires_grad_(False), data, digest_of_training(images, labels))
+    net.eval().requires_grad_(False)
+    return Classifier(net, data, digest_of_training(images, labels))
 
 
 def _check_training_data(images: Tensor, labels: Tensor, data: DataSpec) -> int:
     """Return the number of classes."""
-    if tuple(images.shape[1:]) != data.shape or len(labels) != len(images):
+    has_shape = tuple(images.shape[1:]) == data.shape
+    if not has_shape or len(labels) != len(images):
         expected = f"shape (N, {data.shape}) and N labels"
         got = f"images {tuple(images.shape)} and {len(labels)} labels"
         raise ShapeError("training images", expected=expected, got=got)
@@ -241,20 +254,28 @@ def _check_training_data(images: Tensor, labels: Tensor, data: DataSpec) -> int:
 
 def digest_of_training(images: Tensor, labels: Tensor) -> str:
     """Return the sha256 of the training images and labels, which a classifier's file names."""
-    digest = hashlib.sha256(images.float().contiguous().numpy().data)
-    digest.update(labels.contiguous().numpy().data)
+    image_bytes = images.float().contiguous().numpy().data
+    label_bytes = labels.contiguous().numpy().data
+    digest = hashlib.sha256(image_bytes)
+    digest.update(label_bytes)
     return digest.hexdigest()
 
 
 def _scaled(images: Tensor, data: DataSpec) -> Tensor:
+    """Return images in the range [-1, 1]."""
     low, high = data.range
-    return (images - low) / (high - low) * 2 - 1
+    share_of_range = (images - low) / (high - low)
+    return share_of_range * 2 - 1
 
 
 def _shift(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
     """Shift a batch by whole pixels, the same for all its images; the darkest value comes in at the edge."""
     height, width = x_BCHW.shape[2:]
     max_shift = max(1, min(height, width) // 8)
-    top, left = torch.randint(2 * max_shift + 1, (2,), generator=generator).tolist()
+    num_places = 2 * max_shift + 1
+    top, left = torch.randint(num_places, (2,), generator=generator).tolist()
+    # The darkest value of a scaled image.
     padded = F.pad(x_BCHW, (max_shift,) * 4, value=-1.0)
-    return padded[:, :, top : top + height, left : left + width]
+    rows = slice(top, top + height)
+    columns = slice(left, left + width)
+    return padded[:, :, rows, columns]

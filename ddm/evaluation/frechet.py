@@ -80,7 +80,8 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     product_DD = root_DD @ b.covariance_DD @ root_DD
     # The trace of its root is that of the roots of its eigenvalues, which cost less than the root itself.
     eigenvalue_D = torch.linalg.eigvalsh(product_DD)
-    return _distance(a, b, eigenvalue_D.clamp(min=0).sqrt().sum())
+    root_trace = eigenvalue_D.clamp(min=0).sqrt().sum()
+    return _distance(a, b, root_trace)
 
 
 def transport(a: Moments, b: Moments) -> Transport:
@@ -119,7 +120,8 @@ def frechet_terms(
         Shape (N,), float64.
     """
     linear_D = 2 * (own.mean_D - other.mean_D)
-    quadratic_DD = torch.eye(len(map_DD), dtype=torch.float64) - map_DD
+    identity_DD = torch.eye(len(map_DD), dtype=torch.float64)
+    quadratic_DD = identity_DD - map_DD
     terms = []
     for block_BD in torch.split(features_ND, BLOCK):
         centred_BD = block_BD.double() - own.mean_D
@@ -145,38 +147,52 @@ def fid_infinity_of(
         seed: of the halves.
     """
     dim = samples_ND.shape[1]
-    if min(len(samples_ND), len(reference_MD)) // 2 <= dim:
+    num_images = min(len(samples_ND), len(reference_MD))
+    if num_images // 2 <= dim:
         return None
-    num_halvings = 1 if dim > _LONG_FEATURES else _NUM_HALVINGS
+    num_halvings = _NUM_HALVINGS
+    if dim > _LONG_FEATURES:
+        num_halvings = 1
     generator = torch.Generator().manual_seed(seed)
     half_distances = []
     for _ in range(num_halvings):
         sample_halves = _random_halves(samples_ND, generator)
         reference_halves = _random_halves(reference_MD, generator)
         for samples, reference in zip(sample_halves, reference_halves, strict=True):
-            half_distances.append(frechet_distance(Moments.of(samples), Moments.of(reference)))
-    return 2 * distance - sum(half_distances) / len(half_distances)
+            half_distance = frechet_distance(Moments.of(samples), Moments.of(reference))
+            half_distances.append(half_distance)
+    mean_of_halves = sum(half_distances) / len(half_distances)
+    # The bias is proportional to 1 / N: that of a half is twice that of the whole.
+    return 2 * distance - mean_of_halves
 
 
 def _random_halves(features_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     order_N = torch.randperm(len(features_ND), generator=generator)
     half = len(features_ND) // 2
-    return features_ND[order_N[:half]], features_ND[order_N[half : 2 * half]]
+    first_half = features_ND[order_N[:half]]
+    second_half = features_ND[order_N[half : 2 * half]]
+    return first_half, second_half
 
 
 def _distance(a: Moments, b: Moments, root_trace: Tensor) -> float:
     """Return the squared distance, given the trace of the root of ``S_a^(1/2) S_b S_a^(1/2)``."""
-    means = (a.mean_D - b.mean_D).square().sum()
-    covariances = a.covariance_DD.trace() + b.covariance_DD.trace() - 2 * root_trace
-    return max(float(means + covariances), 0.0)  # below 0 by rounding only
+    difference_D = a.mean_D - b.mean_D
+    of_means = difference_D.square().sum()
+    trace_a = a.covariance_DD.trace()
+    trace_b = b.covariance_DD.trace()
+    of_covariances = trace_a + trace_b - 2 * root_trace
+    # Below 0 by rounding only.
+    return max(float(of_means + of_covariances), 0.0)
 
 
 def _roots(symmetric_DD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root of a positive matrix, and the inverse of the root on the matrix's range."""
     # Products of three matrices are symmetric up to rounding only, and `eigh` reads one triangle.
-    value_D, vector_DD = torch.linalg.eigh((symmetric_DD + symmetric_DD.T) / 2)
+    exactly_symmetric_DD = (symmetric_DD + symmetric_DD.T) / 2
+    value_D, vector_DD = torch.linalg.eigh(exactly_symmetric_DD)
     # What should be 0 in a singular covariance comes out as rounding, and its inverse would be enormous.
-    in_range_D = value_D > _ROUNDING * value_D[-1].clamp(min=0)
+    largest = value_D[-1].clamp(min=0)
+    in_range_D = value_D > _ROUNDING * largest
     root_D = torch.where(in_range_D, value_D, 0.0).sqrt()
     inverse_D = torch.where(in_range_D, 1 / root_D, 0.0)
     root_DD = (vector_DD * root_D) @ vector_DD.T

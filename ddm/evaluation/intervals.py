@@ -51,12 +51,15 @@ def bootstrap_estimate(
     generator = torch.Generator().manual_seed(seed)
     shift = torch.zeros(DRAWS, dtype=torch.float64)
     for term_N in terms:
-        centred_N = term_N.double() - term_N.double().mean()
-        num_rows = max(1, _MAX_INDICES // len(term_N))
+        term_N = term_N.double()
+        num = len(term_N)
+        centred_N = term_N - term_N.mean()
+        # Some draws at a time, since all their indices together may not fit in memory.
+        num_rows = max(1, _MAX_INDICES // num)
         for start in range(0, DRAWS, num_rows):
-            shape = (min(num_rows, DRAWS - start), len(term_N))
-            indices_BN = torch.randint(len(term_N), shape, generator=generator)
-            shift[start : start + num_rows] += centred_N[indices_BN].mean(1)
+            stop = min(start + num_rows, DRAWS)
+            indices_BN = torch.randint(num, (stop - start, num), generator=generator)
+            shift[start:stop] += centred_N[indices_BN].mean(1)
     tail = (1 - LEVEL) / 2
     levels = torch.tensor([tail, 1 - tail], dtype=torch.float64)
     low, high = torch.quantile(shift, levels).tolist()
@@ -84,7 +87,8 @@ def wilson(count: int, num: int) -> tuple[float, float]:
     share = count / num
     z2 = _Z**2 / num
     middle = (share + z2 / 2) / (1 + z2)
-    half_width = _Z * sqrt(share * (1 - share) / num + z2 / (4 * num)) / (1 + z2)
+    variance = share * (1 - share) / num
+    half_width = _Z * sqrt(variance + z2 / (4 * num)) / (1 + z2)
     low = max(middle - half_width, 0.0)
     high = min(middle + half_width, 1.0)
     # Of a share of 0 or 1 one end is that share, which the formula misses by its rounding.

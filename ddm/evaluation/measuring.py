@@ -310,7 +310,8 @@ class Yardstick:
         mask_M = self._group_mask(silo)
         if int(mask_M.sum()) < self._min_images:
             return self.feature_set
-        return FeatureSet.of(self.feature_set.features_ND[mask_M], self.k)
+        own_features = self.feature_set.features_ND[mask_M]
+        return FeatureSet.of(own_features, self.k)
 
     def _recall_by(self, both: CrossComparison) -> dict[str, Estimate]:
         names = set(self.reference.groups)
@@ -319,10 +320,15 @@ class Yardstick:
             return {}
         # Shorter names first, which puts numbers in their order.
         ordered_names = sorted(names, key=lambda name: (len(name), name))
-        return {name: proportion(both.recalled_M[self._group_mask(name)]) for name in ordered_names}
+        recall = {}
+        for name in ordered_names:
+            recalled = both.recalled_M[self._group_mask(name)]
+            recall[name] = proportion(recalled)
+        return recall
 
     def _group_mask(self, name: str) -> Tensor:
-        return torch.tensor([group == name for group in self.reference.groups], dtype=torch.bool)
+        is_in_group = [group == name for group in self.reference.groups]
+        return torch.tensor(is_in_group, dtype=torch.bool)
 
     def _notes(
         self,
@@ -348,7 +354,10 @@ class Yardstick:
                 "Coverage and recall grow with the number of samples: draw about as many as reference images."
             )
         if sample_silos is not None:
-            small_silos = [name for name, num in sample_silos.counts().items() if num <= dim]
+            small_silos = []
+            for name, num_of_silo in sample_silos.counts().items():
+                if num_of_silo <= dim:
+                    small_silos.append(name)
             if small_silos:
                 notes.append(
                     f"Silos with no more than {dim} samples: {', '.join(small_silos)}. Their FID says little."

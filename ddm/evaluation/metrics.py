@@ -55,7 +55,8 @@ class FeatureSet:
             NumericalError: features that are not finite.
         """
         if features_ND.ndim != 2:
-            raise ShapeError("features", expected="shape (N, D)", got=str(tuple(features_ND.shape)))
+            got = str(tuple(features_ND.shape))
+            raise ShapeError("features", expected="shape (N, D)", got=got)
         num_needed = max(MIN_IMAGES, k + 1)
         if k < 1 or len(features_ND) < num_needed:
             raise MathError(
@@ -67,7 +68,8 @@ class FeatureSet:
         if not bool(features_ND.isfinite().all()):
             raise NumericalError("features", expected="finite numbers", got="NaN or infinity")
         moments = Moments.of(features_ND)
-        return cls(features_ND, moments, compare_with_itself(features_ND, k, on_block))
+        neighbours = compare_with_itself(features_ND, k, on_block)
+        return cls(features_ND, moments, neighbours)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def measure(
     metrics["recall"] = proportion(both.recalled_M)
     density_N = both.balls_N.double() / reference.neighbours.k
     # Density is a mean over samples, so that its terms are the samples' own values; it has no upper bound.
-    density = bootstrap_estimate(float(density_N.mean()), [density_N], seed=seed)
+    mean_density = float(density_N.mean())
+    density = bootstrap_estimate(mean_density, [density_N], seed=seed)
     metrics["density"] = replace(density, low=max(density.low, 0.0))
     metrics["coverage"] = proportion(both.covered_M)
     return metrics, both
@@ -144,7 +147,12 @@ def _frechet_metrics(samples: FeatureSet, reference: FeatureSet, seed: int) -> d
     fid = bootstrap_estimate(maps.distance, terms, seed=seed)
     # A distance is at least 0, but a resampled shift may be larger than the distance.
     metrics = {"fid": replace(fid, low=max(fid.low, 0.0))}
-    limit = fid_infinity_of(maps.distance, samples.features_ND, reference.features_ND, seed=seed)
+    limit = fid_infinity_of(
+        maps.distance,
+        samples.features_ND,
+        reference.features_ND,
+        seed=seed,
+    )
     if limit is not None:
         # To first order it changes with an image as the distance does, so that the interval only moves.
         shift = limit - fid.value
@@ -169,13 +177,15 @@ def measure_floor(
         The figures; None where a half has no more images than features.
     """
     num, dim = reference.features_ND.shape
-    order_M = torch.randperm(num, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    order_M = torch.randperm(num, generator=generator)
     half = num // 2
     first_M = order_M[:half][:max_images]
     second_M = order_M[half:]
     k = reference.neighbours.k
     # With no more images than features the covariance is singular, and FID says little.
-    if min(len(first_M), len(second_M)) <= max(dim, k, MIN_IMAGES):
+    num_smaller = min(len(first_M), len(second_M))
+    if num_smaller <= max(dim, k, MIN_IMAGES):
         return None
     first = FeatureSet.of(reference.features_ND[first_M], k)
     second = FeatureSet.of(reference.features_ND[second_M], k)

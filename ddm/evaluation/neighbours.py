@@ -166,7 +166,9 @@ def kernel_distance(
     other_N = both.kernel_N / num_reference
     other_M = both.kernel_M / num
     value = own_N.mean() + own_M.mean() - 2 * other_N.mean()
-    return float(value), (2 * (own_N - other_N), 2 * (own_M - other_M))
+    term_N = 2 * (own_N - other_N)
+    term_M = 2 * (own_M - other_M)
+    return float(value), (term_N, term_M)
 
 
 def nearest(rows_ND: Tensor, others_MD: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,8 +202,9 @@ def nearest_in_blocks(
         Squared distances, ascending, and numbers of the others, each of shape (N, k).
     """
     energy_N = _energy(rows_ND)
-    nearest_NK = torch.full((len(rows_ND), k), torch.inf, dtype=torch.float64)
-    number_NK = torch.full((len(rows_ND), k), -1, dtype=torch.int64)
+    shape = (len(rows_ND), k)
+    nearest_NK = torch.full(shape, torch.inf, dtype=torch.float64)
+    number_NK = torch.full(shape, -1, dtype=torch.int64)
     for first, others_BD in blocks:
         energy_B = _energy(others_BD)
         num_candidates = min(k, len(others_BD))
@@ -210,8 +213,9 @@ def nearest_in_blocks(
             squared_RB = _squared_distances(product_RB, energy_N[rows], energy_B)
             candidates = squared_RB.topk(num_candidates, dim=1, largest=False)
             # The k nearest of this block and of all blocks before it.
+            candidate_numbers = candidates.indices + first
             squared_R = torch.cat([nearest_NK[rows], candidates.values], 1)
-            number_R = torch.cat([number_NK[rows], candidates.indices + first], 1)
+            number_R = torch.cat([number_NK[rows], candidate_numbers], 1)
             best = squared_R.topk(k, dim=1, largest=False)
             nearest_NK[rows] = best.values
             number_NK[rows] = number_R.gather(1, best.indices)
@@ -220,14 +224,16 @@ def nearest_in_blocks(
 
 def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield where each block of rows begins, and its inner products with all of b, shape (B, M), float64."""
-    num_rows = max(1, _BLOCK_BYTES // (8 * len(b_MD)))
+    num_others = len(b_MD)
+    num_rows = max(1, _BLOCK_BYTES // (8 * num_others))
     for start in range(0, len(a_ND), num_rows):
         block_BD = a_ND[start : start + num_rows].double()
-        product_BM = torch.empty(len(block_BD), len(b_MD), dtype=torch.float64)
+        product_BM = torch.empty(len(block_BD), num_others, dtype=torch.float64)
         # Tile by tile, so that b is never held in float64 as a whole.
-        for first in range(0, len(b_MD), _TILE_ROWS):
-            tile_TD = b_MD[first : first + _TILE_ROWS].double()
-            product_BM[:, first : first + _TILE_ROWS] = block_BD @ tile_TD.T
+        for first in range(0, num_others, _TILE_ROWS):
+            tile = slice(first, first + _TILE_ROWS)
+            tile_TD = b_MD[tile].double()
+            product_BM[:, tile] = block_BD @ tile_TD.T
         yield start, product_BM
 
 
@@ -247,4 +253,5 @@ def _squared_distances(product_BM: Tensor, energy_B: Tensor, energy_M: Tensor) -
     total_BM = energy_B[:, None] + energy_M
     # Of two equal features this leaves rounding, maybe below 0: a copy must have the distance 0.
     squared_BM = product_BM.mul_(-2).add_(total_BM)
-    return squared_BM.masked_fill_(squared_BM <= total_BM.mul_(_ROUNDING), 0.0)
+    rounding_BM = total_BM.mul_(_ROUNDING)
+    return squared_BM.masked_fill_(squared_BM <= rounding_BM, 0.0)

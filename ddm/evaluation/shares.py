@@ -45,14 +45,17 @@ def share_error(
     weight_S = torch.tensor(list(prior), dtype=torch.float64)
     prior_S = weight_S / weight_S.sum()
     share_S = torch.bincount(silo_N, minlength=len(prior_S)).double() / num
-    value = float((share_S - prior_S).abs().sum() / 2)
+    difference_S = share_S - prior_S
+    value = float(difference_S.abs().sum() / 2)
     tail = (1 - LEVEL) / 2
 
     # Samples drawn again from the observed shares: how far the estimate moves.
     resampled_R = _resample_distances(share_S, prior_S, num, seed)
     mean = resampled_R.mean()
-    low = value + float(torch.quantile(resampled_R, tail) - mean)
-    high = value + float(torch.quantile(resampled_R, 1 - tail) - mean)
+    lowest = torch.quantile(resampled_R, tail)
+    highest = torch.quantile(resampled_R, 1 - tail)
+    low = value + float(lowest - mean)
+    high = value + float(highest - mean)
 
     # Samples drawn from the priors themselves: how far chance alone goes.
     exact_R = _resample_distances(prior_S, prior_S, num, seed)
