@@ -32,7 +32,8 @@ def check_row(
         if shape == (*spec.shape[1:], spec.shape[0]):
             remedy = _CHANNELS_LAST
         raise DataError("image shape", expected=str(spec.shape), got=str(shape), remedy=remedy)
-    if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
+    is_whole = dtype in (np.uint8, np.uint16)
+    if dtype.kind != "f" and not is_whole:
         raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
 
 
@@ -55,7 +56,10 @@ def fit(
     low, high = spec.range
     array = array.reshape(len(array), *spec.shape)
     if array.dtype in (np.uint8, np.uint16):
-        share = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 65535)
+        largest = 65535
+        if array.dtype == np.uint8:
+            largest = 255
+        share = array.astype(np.float32) / largest
         values = (low + (high - low) * share).astype(np.float32, copy=False)
         return _tensor(values)
     values = _floats(array)
@@ -67,8 +71,10 @@ def fit(
     # Which row it is costs a second pass, which only an error pays.
     _check_finite(values, rows)
     flat = values.reshape(len(values), -1)
-    is_outside_B = (flat.min(1) < lowest) | (flat.max(1) > highest)
-    row = _first(np.asarray(is_outside_B, dtype=np.bool_), rows)
+    is_below_B = flat.min(1) < lowest
+    is_above_B = flat.max(1) > highest
+    is_outside_B = np.asarray(is_below_B | is_above_B, dtype=np.bool_)
+    row = _first(is_outside_B, rows)
     got = f"values outside this range in row {row}"
     raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
 
@@ -100,8 +106,8 @@ def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
 def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
     is_finite = np.isfinite(values)
     if not is_finite.all():
-        is_wrong_B = ~is_finite.reshape(len(values), -1).all(1)
-        row = _first(np.asarray(is_wrong_B), rows)
+        is_finite_B = is_finite.reshape(len(values), -1).all(1)
+        row = _first(np.asarray(~is_finite_B), rows)
         raise DataError(
             "image values", expected="finite numbers", got=f"NaN or infinite values in row {row}"
         )

@@ -34,10 +34,11 @@ def covering_size(extent: Sequence[float], shape: Sides) -> Sides:
         shape: the minimum of steps along each.
     """
     step = min(length / min_steps for length, min_steps in zip(extent, shape, strict=True))
-    # Rounding alone could leave a side one step too short.
     size = []
     for length, min_steps in zip(extent, shape, strict=True):
-        size.append(max(min_steps, round(length / step)))
+        num_steps = round(length / step)
+        # Rounding alone could leave a side one step too short.
+        size.append(max(min_steps, num_steps))
     return tuple(size)
 
 
@@ -109,7 +110,8 @@ def _resampled_size(
 def resampling_bytes(channels: int, before: Sides, after: Sides) -> int:
     """Return the bytes of a picture between its resampling along rows and columns and that along slices."""
     between = (*before[:-2], *after[-2:])
-    return _FLOAT_BYTES * channels * max(prod(after), prod(between))
+    num_values = max(prod(after), prod(between))
+    return _FLOAT_BYTES * channels * num_values
 
 
 def antialiased(values: Floats, size: Sides) -> Floats:
@@ -179,7 +181,8 @@ def content_of(
         DataError: nothing is brighter.
     """
     low, high = target
-    threshold = np.float32(low + content.threshold * (high - low))
+    span = high - low
+    threshold = np.float32(low + content.threshold * span)
     is_bright = (values > threshold).any(0)
     if not is_bright.any():
         expected = "some above transform.content.threshold"
@@ -191,7 +194,9 @@ def content_of(
         first = int(bright_places[0])
         end = int(bright_places[-1]) + 1
         margin = round(content.margin * (end - first))
-        ranges.append(slice(max(0, first - margin), min(side, end + margin)))
+        start = max(0, first - margin)
+        stop = min(side, end + margin)
+        ranges.append(slice(start, stop))
     return values[(slice(None), *ranges)]
 
 
@@ -210,7 +215,8 @@ def slices_of(
     image_spacing = None
     if spacing is not None:
         image_spacing = tuple(spacing[side] for side in range(3) if side != axis)
-    for number in slice_numbers(values.shape[1 + axis], slices):
+    length = values.shape[1 + axis]
+    for number in slice_numbers(length, slices):
         image = np.take(values, number, 1 + axis)
         # Rows of a coronal or sagittal slice ascend from the feet; on a screen the head is up.
         if axis != 0:

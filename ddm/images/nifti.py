@@ -60,16 +60,22 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
     header: Any = header_type(data, endianness=order, check=False)
     shape, num_volumes = _shape(header)
     stored = _dtype(header)
-    if int(header["intent_code"]) in _INTENTS:
-        raise ImageError(Reason.NO_PICTURE, _INTENTS[int(header["intent_code"])])
+    intent = int(header["intent_code"])
+    if intent in _INTENTS:
+        raise ImageError(Reason.NO_PICTURE, _INTENTS[intent])
     slope, intercept = _scaling(header, stored)
     offset = float(header["vox_offset"])
+    # The range first: a number that is not finite has no whole part.
     if not min_offset <= offset <= _MAX_VOX_OFFSET or offset != int(offset):
         raise ImageError(Reason.DAMAGED, "vox_offset")
     matrix = _matrix(header, shape)
     window = _window(header)
     limits.check_pictures(num_volumes)
-    limits.check(*shape, len(stored.names or "1"))
+    # Colours are fields of a voxel.
+    num_fields = 1
+    if stored.names:
+        num_fields = len(stored.names)
+    limits.check(*shape, num_fields)
     for values in read_volumes(content, int(offset), shape, stored, num_volumes):
         full = bounds_of(stored, slope, intercept)
         if stored.names:
@@ -84,7 +90,8 @@ def _window(header: Any) -> tuple[float, float] | None:
     """Return the values to show as black and white, if the file states such a window."""
     low = float(header["cal_min"])
     high = float(header["cal_max"])
-    if not (np.isfinite(low) and np.isfinite(high) and low < high):
+    are_finite = np.isfinite(low) and np.isfinite(high)
+    if not are_finite or low >= high:
         return None
     return low, high
 
@@ -98,18 +105,21 @@ def _shape(header: Any) -> tuple[tuple[int, int, int, int], int]:
     if min(sides) < 1:
         raise ImageError(Reason.DAMAGED, "dim: a side of length zero")
     sides += [1] * (7 - num_axes)
-    if num_axes == 1 or max(sides[5:]) > 1 or (sides[4] > 1 and sides[3] > 1):
+    has_times_and_channels = sides[3] > 1 and sides[4] > 1
+    if num_axes == 1 or max(sides[5:]) > 1 or has_times_and_channels:
         raise ImageError(
             Reason.SHAPE,
             "dim: only one axis, or more axes than a volume and its channels or times have",
         )
     units = int(header["xyzt_units"])
     is_known_unit = units & _SPACE_UNIT_BITS in _SPACE_UNITS_MM
-    if not is_known_unit or units & ~(_SPACE_UNIT_BITS | _TIME_UNIT_BITS):
+    other_bits = units & ~(_SPACE_UNIT_BITS | _TIME_UNIT_BITS)
+    if not is_known_unit or other_bits:
         raise ImageError(Reason.DAMAGED, "xyzt_units")
+    i, j, k, fourth, fifth, *_ = sides
     if units & _TIME_UNIT_BITS:
-        return (sides[0], sides[1], sides[2], sides[4]), sides[3]
-    return (sides[0], sides[1], sides[2], sides[3] * sides[4]), 1
+        return (i, j, k, fifth), fourth
+    return (i, j, k, fourth * fifth), 1
 
 
 def _dtype(header: Any) -> np.dtype[Any]:
@@ -118,7 +128,8 @@ def _dtype(header: Any) -> np.dtype[Any]:
         stored: np.dtype[Any] = np.dtype(header.get_data_dtype())
     except (KeyError, HeaderDataError) as error:
         raise ImageError(Reason.UNSUPPORTED, "datatype") from error
-    if not stored.names and (stored.kind not in "iuf" or stored.itemsize > 8):
+    is_number = stored.kind in "iuf" and stored.itemsize <= 8
+    if not stored.names and not is_number:
         raise ImageError(
             Reason.UNSUPPORTED,
             "datatype: neither whole numbers nor floating point of 64 bits at most",
@@ -143,7 +154,8 @@ def _colours(values: NDArray[Any]) -> NDArray[np.uint8]:
     """Return RGB, shape (I, J, K, 3)."""
     if values.shape[3] != 1:
         raise ImageError(Reason.SHAPE, "dim: colours with a further axis of channels")
-    if "A" in (values.dtype.names or ()) and (values["A"] != 255).any():
+    names = values.dtype.names or ()
+    if "A" in names and (values["A"] != 255).any():
         raise ImageError(Reason.UNSUPPORTED, "datatype: RGBA32 with transparency")
     return np.concatenate([values[name] for name in "RGB"], axis=3)
 
@@ -161,7 +173,10 @@ def _matrix(header: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
         raise ImageError(Reason.DAMAGED, "pixdim")
     elif header["qform_code"] > 0:
         # nifti1.h: any other number than -1 counts as 1.
-        pixdim[0] = -1 if pixdim[0] < 0 else 1
+        sign = 1
+        if pixdim[0] < 0:
+            sign = -1
+        pixdim[0] = sign
         try:
             matrix = header.get_qform()
         except ValueError as error:
@@ -171,7 +186,8 @@ def _matrix(header: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
         # front, the third to the top, as in ANALYZE 7.5 and in FSL.
         matrix = np.diag([*pixdim[1:4] * (-1, 1, 1), 1])
     matrix = np.array(matrix, np.float64)
-    matrix[:3] *= _SPACE_UNITS_MM[int(header["xyzt_units"]) & _SPACE_UNIT_BITS]
+    space_unit = int(header["xyzt_units"]) & _SPACE_UNIT_BITS
+    matrix[:3] *= _SPACE_UNITS_MM[space_unit]
     return matrix
 
 

@@ -67,14 +67,17 @@ def npy_folder(names: Collection[str], images: str = "images") -> NpyFolder | No
         ImageError: one file for all rows beside files of parts.
     """
     stems = {name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)}
-    suffixes = [stem.removeprefix(f"{images}-") for stem in stems if stem.startswith(f"{images}-")]
+    prefix = f"{images}-"
+    suffixes = [stem.removeprefix(prefix) for stem in stems if stem.startswith(prefix)]
     if images in stems:
         if suffixes:
             raise ImageError(
                 Reason.AMBIGUOUS, f"{images}.npy beside parts of it: keep one or the other"
             )
-        other_stems = [stem for stem in sorted(stems) if stem != images]
-        return NpyFolder((images + _SUFFIX,), {stem: (stem + _SUFFIX,) for stem in other_stems})
+        columns: dict[str, tuple[str, ...]] = {}
+        for stem in sorted(stems - {images}):
+            columns[stem] = (stem + _SUFFIX,)
+        return NpyFolder((images + _SUFFIX,), columns)
     if not suffixes:
         return None
     order = numeric_order(suffixes)
@@ -98,16 +101,22 @@ def numeric_order(suffixes: Sequence[str]) -> list[str] | None:
     texts = {tuple(piece[::2]) for piece in pieces}
     if len(texts) != 1:
         return None
-    for digits in zip(*(piece[1::2] for piece in pieces), strict=True):
+    # The first numbers of all parts together, then the second ones.
+    numbers_of_parts = [piece[1::2] for piece in pieces]
+    for digits in zip(*numbers_of_parts, strict=True):
         # Numbers that are filled with zeros are as wide as the shortest one; others are never wider than they have to
         # be.
         width = min(len(number) for number in digits)
         if any(number != str(int(number)).zfill(width) for number in digits):
             return None
-    numbers = [tuple(int(number) for number in piece[1::2]) for piece in pieces]
-    if len(set(numbers)) != len(numbers):
+    suffix_of_numbers = {}
+    for texts_of_part, suffix in zip(numbers_of_parts, suffixes, strict=True):
+        numbers = tuple(int(text) for text in texts_of_part)
+        suffix_of_numbers[numbers] = suffix
+    # Two parts of the same numbers have no certain order.
+    if len(suffix_of_numbers) != len(suffixes):
         return None
-    return [suffix for _, suffix in sorted(zip(numbers, suffixes, strict=True))]
+    return [suffix_of_numbers[numbers] for numbers in sorted(suffix_of_numbers)]
 
 
 def _columns_of_parts(
@@ -133,7 +142,9 @@ def _columns_of_parts(
             raise ImageError(Reason.AMBIGUOUS, "a column of a part that has no images")
         else:
             whole[stem] = stem + _SUFFIX
-    columns: dict[str, tuple[str, ...]] = {column: (file,) for column, file in whole.items()}
+    columns: dict[str, tuple[str, ...]] = {}
+    for column, file in whole.items():
+        columns[column] = (file,)
     for column, files in of_parts.items():
         in_order = tuple(files[suffix] for suffix in order if suffix in files)
         columns[column] = columns.get(column, ()) + in_order

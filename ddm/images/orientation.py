@@ -35,17 +35,21 @@ def oriented(
             so that what is upright in the patient would lean in the array.
     """
     sides = voxel_sizes(matrix)
-    if not np.isfinite(matrix).all() or not np.isfinite(sides).all() or not (sides > 0).all():
+    are_finite = np.isfinite(matrix).all() and np.isfinite(sides).all()
+    if not are_finite or not (sides > 0).all():
         raise ImageError(Reason.DAMAGED, "axes without finite lengths above 0")
     directions = matrix[:3, :3] / sides
-    if np.abs(directions.T @ directions - np.eye(3)).max() > _LARGEST_COSINE:
+    # The cosines of the angles between axes: 1 of an axis with itself.
+    cosines = directions.T @ directions
+    if np.abs(cosines - np.eye(3)).max() > _LARGEST_COSINE:
         raise ImageError(Reason.SHAPE, "axes that are not at right angles (shear)")
     transform = ornt_transform(io_orientation(matrix), _TARGET)
     # nibabel turns the first three axes, so that channels are the last one meanwhile.
     values_IJKC = np.moveaxis(values, 0, -1)
     values_DHWC = apply_orientation(values_IJKC, transform)
     turned = np.moveaxis(values_DHWC, -1, 0)
-    depth, height, width = voxel_sizes(matrix @ inv_ornt_aff(transform, values.shape[1:]))
+    turned_matrix = matrix @ inv_ornt_aff(transform, values.shape[1:])
+    depth, height, width = voxel_sizes(turned_matrix)
     return turned, (float(depth), float(height), float(width))
 
 
@@ -55,7 +59,9 @@ def flattened(
     """Turn a volume of one slice, shape (C, D, H, W), into the image of a screen, on which the head is up."""
     thin_axis = next(axis for axis in (1, 2, 3) if values.shape[axis] == 1)
     image = values.squeeze(thin_axis)
-    image_spacing = tuple(side for axis, side in enumerate(spacing, 1) if axis != thin_axis)
+    image_spacing = tuple(
+        side_mm for axis, side_mm in enumerate(spacing, start=1) if axis != thin_axis
+    )
     if thin_axis != 1:
         # Rows of a coronal or sagittal slice ascend to the head; on a screen they descend.
         image = image[:, ::-1]

@@ -80,14 +80,17 @@ class ParquetTable:
     @property
     def latent_column(self) -> str | None:
         """The column of latents; None without one."""
-        return _only([name for name in self.names if name.lower() in _LATENT_NAMES], "latents")
+        candidates = [name for name in self.names if name.lower() in _LATENT_NAMES]
+        return _only(candidates, "latents")
 
     def is_encoded(self, name: str) -> bool:
         """Whether a column holds the content of image files: bytes, or bytes with the path that they came from."""
         import pyarrow as pa
 
         kind = self._type(name)
-        return _is_binary(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+        if _is_binary(kind):
+            return True
+        return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
     def row_type(self, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
         """Return type and shape of one picture: a tensor's own shape, of lists that of the first row.
@@ -117,8 +120,9 @@ class ParquetTable:
             DataError: a file that is damaged, or a row, by number, that is empty or of another shape than the first.
         """
         dtype, shape = self.row_type(name)
+        num_rows = rows_of(BLOCK_BYTES, shape, dtype.itemsize)
         first = 0
-        for batch in self._batches([name], rows_of(BLOCK_BYTES, shape, dtype.itemsize)):
+        for batch in self._batches([name], num_rows):
             with decoding(_KIND):
                 yield _pictures(batch.column(0), dtype, shape, first)
             first += len(batch)
@@ -173,7 +177,11 @@ class ParquetTable:
         numbers = np.concatenate(blocks)
         if classes is None:
             return numbers
-        class_texts = [class_name(int(number), classes) or "" for number in numbers]
+        class_texts = []
+        for number in numbers:
+            class_text = class_name(int(number), classes)
+            # No class is an empty text, as a missing text is above.
+            class_texts.append(class_text or "")
         return _text_array(name, class_texts)
 
     def is_text(self, name: str) -> bool:
@@ -209,7 +217,8 @@ class ParquetTable:
         if feature.get("_type") != "ClassLabel":
             return None
         names = feature.get("names")
-        if names is None:  # older files tell their number alone
+        # Older files state their number alone.
+        if names is None:
             return None
         if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
             raise ImageError(
@@ -249,11 +258,15 @@ class ParquetTable:
         for path in self.files:
             with decoding(_KIND), _opened(path, dictionaries) as file:
                 for group in range(file.metadata.num_row_groups):
-                    if file.metadata.row_group(group).num_rows == 0:
+                    metadata = file.metadata.row_group(group)
+                    if metadata.num_rows == 0:
                         continue
-                    _check_row_group(path, file.metadata.row_group(group), names)
+                    _check_row_group(path, metadata, names)
                     yield from file.iter_batches(
-                        num, columns=list(names), row_groups=[group], use_threads=False
+                        num,
+                        columns=list(names),
+                        row_groups=[group],
+                        use_threads=False,
                     )
 
 
@@ -273,7 +286,8 @@ def class_name(number: int, classes: Sequence[str]) -> str | None:
 def _text_array(name: str, texts: Sequence[str]) -> NDArray[np.generic]:
     """Return texts as an array, in which each has the room of the longest."""
     max_length = max(map(len, texts), default=0)
-    if _CHARACTER_BYTES * max_length * len(texts) > MAX_COLUMN_BYTES:
+    num_bytes = _CHARACTER_BYTES * max_length * len(texts)
+    if num_bytes > MAX_COLUMN_BYTES:
         got = f"{len(texts)} entries of {max_length} characters each"
         raise DataError(name, expected=f"at most {MAX_COLUMN_BYTES} bytes", got=got)
     return np.array(texts, dtype=np.str_)
@@ -287,7 +301,9 @@ def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
     if _is_text(kind):
         if not pa.types.is_dictionary(column.type):
             column = column.dictionary_encode()
-        longest = pc.max(pc.binary_length(column.dictionary)).as_py() or 0
+        lengths = pc.binary_length(column.dictionary)
+        # None of an empty dictionary.
+        longest = pc.max(lengths).as_py() or 0
         if longest > max_bytes:
             raise DataError(
                 name, expected=f"at most {max_bytes} bytes a cell", got=f"a cell of {longest}"
@@ -295,9 +311,11 @@ def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
         # The entries that these rows name: a list of them may be much longer than a batch.
         numbers = pc.unique(column.indices).drop_null()
         # The cast refuses bytes that are not UTF-8.
-        entries = pc.cast(column.dictionary.take(numbers), pa.large_string())
+        used = column.dictionary.take(numbers)
+        entries = pc.cast(used, pa.large_string())
         text_of_number = dict(zip(numbers.to_pylist(), entries.to_pylist(), strict=True))
-        return [text_of_number.get(number) for number in column.indices.to_pylist()]
+        indices = column.indices.to_pylist()
+        return [text_of_number.get(number) for number in indices]
     if not (_is_number(kind) or pa.types.is_null(kind)):
         raise DataError(name, expected="a column of text or numbers", got=str(kind))
     return [as_text(cell) for cell in column.to_pylist()]
@@ -308,8 +326,11 @@ def _parse_features(metadata: bytes | None) -> dict[str, Mapping[str, Any]]:
         return {}
     try:
         document = json.loads(metadata)
-        features = document["info"]["features"]
-        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+        parsed: dict[str, Mapping[str, Any]] = {}
+        for name, feature in document["info"]["features"].items():
+            if isinstance(feature, dict):
+                parsed[name] = feature
+        return parsed
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ImageError(Reason.DAMAGED, "metadata of Hugging Face that do not parse") from None
 
@@ -326,8 +347,14 @@ def _opened(path: Path, dictionaries: Sequence[str] = ()) -> Any:
     import pyarrow.parquet as pq
 
     # Buffered, so that of a row group no more is in memory than what is decoded.
-    options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False, "memory_map": False}
-    return pq.ParquetFile(path, read_dictionary=list(dictionaries) or None, **options, **_METADATA)
+    return pq.ParquetFile(
+        path,
+        read_dictionary=list(dictionaries) or None,
+        buffer_size=_BUFFER_BYTES,
+        pre_buffer=False,
+        memory_map=False,
+        **_METADATA,
+    )
 
 
 def _check_row_group(path: Path, group: Any, names: Sequence[str]) -> None:
@@ -339,11 +366,14 @@ def _check_row_group(path: Path, group: Any, names: Sequence[str]) -> None:
     for index in range(group.num_columns):
         chunk = group.column(index)
         name = chunk.path_in_schema
+        # A column of lists or structures is stored as several, named after it.
         if not any(name == column or name.startswith(f"{column}.") for column in names):
             continue
         is_list = ".list." in name or ".array" in name or ".bag." in name
-        # A cell that is no list is one value, there or missing.
-        num_values = None if is_list else group.num_rows
+        num_values = None
+        if not is_list:
+            # Such a cell is one value, there or missing.
+            num_values = group.num_rows
         check_pages(path, chunk, num_values)
         max_values = max(_MAX_VALUES, _MAX_VALUES_PER_BYTE * chunk.total_compressed_size)
         if chunk.num_values > max_values:
@@ -423,7 +453,8 @@ def _pictures(
 
     if isinstance(column.type, pa.FixedShapeTensorType):
         _no_gaps(column, first)
-        if column.type.permutation not in (None, list(range(len(shape)))):
+        c_order = list(range(len(shape)))
+        if column.type.permutation not in (None, c_order):
             raise DataError("images", expected="tensors in C order", got="tensors in another order")
         column = column.storage
     values = column
@@ -433,7 +464,8 @@ def _pictures(
         lists_per_row = prod(shape[:depth]) or 1
         _no_gaps(values, first, lists_per_row)
         if not pa.types.is_fixed_size_list(values.type):
-            _check_lengths(np.asarray(values.value_lengths()), side, first, lists_per_row)
+            lengths_B = np.asarray(values.value_lengths())
+            _check_lengths(lengths_B, side, first, lists_per_row)
         values = values.flatten()
     if _numpy_type(values.type) != dtype:
         expected = f"{dtype}, as in the first row"
@@ -464,5 +496,6 @@ def _check_lengths(
 
 def _no_gaps(column: Any, first: int, entries_per_row: int = 1) -> None:
     if column.null_count:
-        row = first + column.is_null().index(True).as_py() // entries_per_row
+        place = column.is_null().index(True).as_py()
+        row = first + place // entries_per_row
         raise DataError("images", expected="an image in every row", got=f"none in row {row}")

@@ -71,19 +71,25 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
     with content.open() as stream:
         chunks = _chunks(stream.read())
     header = _header(chunks)
-    limits.check(
-        header.height, header.width, 4 if header.colour == _PALETTE else _CHANNELS[header.colour]
-    )
+    num_channels = _CHANNELS[header.colour]
+    if header.colour == _PALETTE:
+        # Its entries may be transparent.
+        num_channels = 4
+    limits.check(header.height, header.width, num_channels)
     samples = _samples(header, chunks)
     values = _colours(header, samples, chunks)
     metadata = _metadata(chunks)
+    full = BYTE_RANGE
+    if header.depth == 16:
+        full = WORD_RANGE
+    has_colours = header.colour not in (_GREY, _GREY_ALPHA)
     yield picture_of(
         values,
         kind,
-        full=WORD_RANGE if header.depth == 16 else BYTE_RANGE,
+        full=full,
         orientation=metadata.orientation,
         spacing=_spacing(chunks),
-        flags=metadata.flags(colours=header.colour not in (_GREY, _GREY_ALPHA)),
+        flags=metadata.flags(colours=has_colours),
     )
 
 
@@ -104,14 +110,17 @@ def _chunks(data: bytes) -> dict[bytes, list[bytes]]:
         if not chunks and name != b"IHDR":
             raise ImageError(Reason.DAMAGED, "IHDR is not the first chunk")
         # Of every chunk: a flipped bit in a name turns a known chunk into an unknown one.
-        if zlib.crc32(memoryview(data)[position + 4 : end]) != int.from_bytes(data[end : end + 4]):
+        # The sum is over name and content; a view, since content may be the whole image.
+        stated_sum = int.from_bytes(data[end : end + 4])
+        if zlib.crc32(memoryview(data)[position + 4 : end]) != stated_sum:
             raise ImageError(Reason.DAMAGED, "check sum of a chunk")
         # The fifth bit of the first letter marks chunks that a decoder must know: section 5.4.
         if name not in _CRITICAL and not name[0] & 0x20:
             raise ImageError(Reason.UNSUPPORTED, "an unknown critical chunk")
         if name in _ONCE and name in chunks:
             raise ImageError(Reason.DAMAGED, f"{name.decode()} twice")
-        chunks.setdefault(name, []).append(data[position + 8 : end])
+        content = data[position + 8 : end]
+        chunks.setdefault(name, []).append(content)
         position = end + 4
     return chunks
 
@@ -148,7 +157,8 @@ def _samples(header: _PngHeader, chunks: dict[bytes, list[bytes]]) -> NDArray[An
     if header.colour == _GREY_ALPHA:
         # Four bytes a pixel, filtered as four bytes: the same stream read as RGBA of 8 bits keeps every byte.
         as_bytes = _PngHeader(header.width, header.height, 8, _RGB_ALPHA, header.interlace)
-        return np.ascontiguousarray(_unpacked(as_bytes, packed)).view(">u2").astype(np.uint16)
+        rgba = np.ascontiguousarray(_unpacked(as_bytes, packed))
+        return rgba.view(">u2").astype(np.uint16)
     # Pillow has 8 bits for a colour: the upper bytes come from one reading, the lower ones from another.
     mode = "RGBA"
     if header.colour == _RGB:
@@ -165,15 +175,18 @@ def _unpacked(
     raw_mode: str | None = None,
 ) -> NDArray[Any]:
     """Unpack, unfilter and deinterlace with Pillow, which also reads a raw mode other than the header's."""
+    # The two zeros are the only methods of compression and filtering that there are.
     fields = (header.width, header.height, header.depth, header.colour, 0, 0, header.interlace)
-    file = _SIGNATURE + _chunk(b"IHDR", struct.pack(">IIBBBBB", *fields))
+    packed_header = struct.pack(">IIBBBBB", *fields)
+    file = _SIGNATURE + _chunk(b"IHDR", packed_header)
     if header.colour == _PALETTE:
         file += _chunk(b"PLTE", bytes(3))  # Pillow wants one; indices are looked up here
     file += _chunk(b"IDAT", packed) + _chunk(b"IEND", b"")
     try:
         with opened(BytesIO(file), "PNG") as image:
             if raw_mode is not None:
-                image.tile = [image.tile[0]._replace(args=raw_mode)]
+                tile = image.tile[0]
+                image.tile = [tile._replace(args=raw_mode)]
             values: NDArray[Any] = np.array(image)
     except (OSError, SyntaxError) as error:
         if "truncated" in str(error):
@@ -187,7 +200,8 @@ def _unpacked(
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:
-    return len(data).to_bytes(4) + name + data + zlib.crc32(data, zlib.crc32(name)).to_bytes(4)
+    check_sum = zlib.crc32(data, zlib.crc32(name))
+    return len(data).to_bytes(4) + name + data + check_sum.to_bytes(4)
 
 
 def _colours(
@@ -209,7 +223,8 @@ def _colours(
             raise ImageError(Reason.DAMAGED, "tRNS")
         clear = np.frombuffer(transparency, ">u2").astype(np.uint16)
         is_clear = (samples == clear).all(-1, keepdims=True)
-        samples = np.where(is_clear, samples.dtype.type(0), samples)
+        black = samples.dtype.type(0)
+        samples = np.where(is_clear, black, samples)
     if header.depth < 8:
         samples = samples * np.uint8(255 // header.top)
     return samples
@@ -222,7 +237,9 @@ def _from_palette(
     transparency: bytes | None,
 ) -> NDArray[Any]:
     entries = chunks.get(b"PLTE", [b""])[0]
-    if not entries or len(entries) % 3 or len(entries) > 3 << header.depth:
+    num_bytes = len(entries)
+    # Three bytes an entry, and no more entries than indices of this depth can name.
+    if num_bytes == 0 or num_bytes % 3 or num_bytes > 3 << header.depth:
         raise ImageError(Reason.DAMAGED, "PLTE")
     palette = np.frombuffer(entries, np.uint8).reshape(-1, 3)
     if indices.size and int(indices.max()) >= len(palette):

@@ -78,8 +78,11 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
     _write(cells, 1 + num_after, [_LEGEND, *transform.spec.words], path)
     reasons = []
     for reason, numbers in numbers_by_reason.items():
-        noun = "picture" if len(numbers) == 1 else "pictures"
-        reasons.append(f"{noun} {', '.join(numbers)}: {reason.removeprefix('picture: ')}")
+        noun = "pictures"
+        if len(numbers) == 1:
+            noun = "picture"
+        listed = ", ".join(numbers)
+        reasons.append(f"{noun} {listed}: {reason.removeprefix('picture: ')}")
     return reasons
 
 
@@ -93,16 +96,21 @@ def _write(
     pictures_in_row = ceil(sqrt(len(cells)) / cells_of_picture)
     colours = []
     for number in range(len(cells)):
-        is_before = number % cells_of_picture == 0
-        colours.append(_BEFORE_COLOUR if is_before else _AFTER_COLOUR)
+        colour = _AFTER_COLOUR
+        if number % cells_of_picture == 0:
+            colour = _BEFORE_COLOUR
+        colours.append(colour)
     images = torch.from_numpy(np.stack(cells))
     grid = draw_grid(images, colours, pictures_in_row * cells_of_picture)
     text_width = 8 + 6 * max(len(line) for line in lines)
     text_height = _LINE_PIXELS * len(lines) + 8
-    sheet = Image.new("RGB", (max(grid.width, text_width), grid.height + text_height), BACKGROUND)
+    width = max(grid.width, text_width)
+    height = grid.height + text_height
+    sheet = Image.new("RGB", (width, height), BACKGROUND)
     pen = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
-        pen.text((6, 4 + _LINE_PIXELS * number), line, fill=(220, 220, 220), font_size=11)
+        place = (6, 4 + _LINE_PIXELS * number)
+        pen.text(place, line, fill=(220, 220, 220), font_size=11)
     sheet.paste(grid, (0, text_height))
     encoded = BytesIO()
     sheet.save(encoded, format="PNG")
@@ -114,10 +122,17 @@ def _before(picture: Picture, side: int) -> Floats:
     num_channels = picture.values.shape[0]
     # Without a window, values of more than eight bits use a small part of their type's range: CT would be one grey.
     has_eight_bits = picture.values.dtype == np.uint8 and picture.full is not None
+    window = WindowRange(fallback="percentiles")
+    if has_eight_bits:
+        window = WindowRange(fallback="full")
+    # Grey is shown as equal red, green and blue.
+    pick = (0, 0, 0)
+    if num_channels == 3:
+        pick = (0, 1, 2)
     spec = TransformSpec(
         channels="pick",
-        pick=(0, 1, 2) if num_channels == 3 else (0, 0, 0),
-        range=WindowRange(fallback="full" if has_eight_bits else "percentiles"),
+        pick=pick,
+        range=window,
         slices=Slices(count=1),
         fit=PadFit(),
     )
@@ -150,7 +165,8 @@ def _after(sample: Floats, data: DataSpec, side: int) -> Floats:
         image = sample[:, sample.shape[1] // 2]
     if len(image) != 3:
         image = np.repeat(image[:1], 3, 0)
-    tones = ((image - low) / (high - low) * 2 - 1).astype(np.float32)
+    share_of_range = (image - low) / (high - low)
+    tones = (share_of_range * 2 - 1).astype(np.float32)
     factor = side // max(data.shape[-2:])
     # Without interpolation: what an expert learns is shown pixel by pixel.
     enlarged = tones.repeat(factor, 1).repeat(factor, 2)
@@ -163,6 +179,7 @@ def _empty_cell(side: int) -> Floats:
 
 def _crossed_cell(side: int) -> Floats:
     cell = _empty_cell(side)
-    diagonals = np.eye(side, dtype=bool) | np.eye(side, dtype=bool)[::-1]
-    cell[0][diagonals] = 1.0
+    diagonal = np.eye(side, dtype=bool)
+    cross = diagonal | diagonal[::-1]
+    cell[0][cross] = 1.0
     return cell

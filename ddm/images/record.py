@@ -87,9 +87,11 @@ class PictureRecord(Model):
         """Why this picture is not accepted: its reason, or the first of its flags; None if it is accepted."""
         if self.reason is not None:
             return Reason(self.reason).value
-        if not self.flags:
+        # In the order of `Flag`.
+        flags = [flag.value for flag in Flag if flag.value in self.flags]
+        if not flags:
             return None
-        return next((flag.value for flag in Flag if flag.value in self.flags), None)
+        return flags[0]
 
 
 def record_of(
@@ -109,7 +111,8 @@ def record_of(
     sampled = values.reshape(-1)[::step]
     layout = repr((values.shape, values.dtype.str)).encode()
     # The length of the layout comes first, so that no other layout and values give the same bytes.
-    parts = (b"%d " % len(layout), layout, values.reshape(-1).view(np.uint8).data)
+    content = values.reshape(-1).view(np.uint8).data
+    parts = (b"%d " % len(layout), layout, content)
     return PictureRecord(
         shape=values.shape,
         dtype=str(values.dtype),
@@ -161,7 +164,10 @@ def difference_hash(values: NDArray[np.generic]) -> str | None:
         return None
     flat = image.reshape(len(image), -1)
     samples = flat.take(_cell_indices(height, width), 1).astype(np.float32)
-    grey_samples = samples[0] if len(samples) == 1 else samples.mean(0)
+    if len(samples) == 1:
+        grey_samples = samples[0]
+    else:
+        grey_samples = samples.mean(0)
     cells = grey_samples.sum(0).reshape(HASH_SIDE, num_columns)
     bits = cells[:, :-1] > cells[:, 1:]
     # A picture without structure would be near every other one like it.
@@ -178,9 +184,12 @@ def _cell_indices(height: int, width: int) -> NDArray[np.intp]:
     samples_down = min(_CELL_SAMPLES, height // HASH_SIDE)
     samples_across = min(_CELL_SAMPLES, width // num_columns)
     num_rows = HASH_SIDE * samples_down
-    row_A = ((np.arange(num_rows) + 0.5) * height / num_rows).astype(np.intp)
+    # The middles of equal parts of each side.
+    middle_A = (np.arange(num_rows) + 0.5) * height / num_rows
+    row_A = middle_A.astype(np.intp)
     num_samples = num_columns * samples_across
-    column_B = ((np.arange(num_samples) + 0.5) * width / num_samples).astype(np.intp)
+    middle_B = (np.arange(num_samples) + 0.5) * width / num_samples
+    column_B = middle_B.astype(np.intp)
     index_AB = row_A[:, None] * width + column_B
     indices = index_AB.reshape(HASH_SIDE, samples_down, num_columns, samples_across)
     num_values = samples_down * samples_across

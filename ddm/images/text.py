@@ -91,12 +91,16 @@ class ValueRange:
         lowest_H = np.sort(rows_HW.min(1))
         highest_H = np.sort(rows_HW.max(1))
         num_ignored = 1 + len(rows_HW) // 100
-        low, high = float(lowest_H[num_ignored]), float(highest_H[-1 - num_ignored])
+        low = float(lowest_H[num_ignored])
+        high = float(highest_H[-1 - num_ignored])
         lowest = float(lowest_H[0])
         highest = float(highest_H[-1])
-        if not high > low:  # a line may be all that there is in an image
-            low, high = lowest, highest
-        fits = rows_HW.dtype.itemsize <= 2 and max(highest - lowest, highest, -lowest) < 1 << 15
+        # A line may be all that there is in an image.
+        if not high > low:
+            low = lowest
+            high = highest
+        largest = max(highest - lowest, highest, -lowest)
+        fits = rows_HW.dtype.itemsize <= 2 and largest < 1 << 15
         return cls(low, high, fits)
 
 
@@ -115,9 +119,9 @@ def suspect_text(values: NDArray[np.generic]) -> bool:
         line = strongest_line(grey_HW, value_range)
         if line is not None and line.edges >= _SUSPICIOUS_EDGES:
             return True
-        if _may_hold_turned_line(grey_HW, value_range) and _suspect_turned_line(
-            grey_HW, value_range
-        ):
+        if not _may_hold_turned_line(grey_HW, value_range):
+            continue
+        if _suspect_turned_line(grey_HW, value_range):
             return True
     return False
 
@@ -133,9 +137,11 @@ def _suspect_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange) 
     height, width = transposed_HW.shape
     mirrored_top = max(0, height - line.top - line.height)
     mirrored_left = max(0, width - line.left - line.length)
-    return reads_letters(
-        transposed_HW[::-1], mirrored_top, line.left, line.height, line.length
-    ) or reads_letters(transposed_HW[:, ::-1], line.top, mirrored_left, line.height, line.length)
+    upside_down_HW = transposed_HW[::-1]
+    if reads_letters(upside_down_HW, mirrored_top, line.left, line.height, line.length):
+        return True
+    right_to_left_HW = transposed_HW[:, ::-1]
+    return reads_letters(right_to_left_HW, line.top, mirrored_left, line.height, line.length)
 
 
 def _grey_views(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
@@ -165,7 +171,8 @@ def strongest_line(
         enough_edges: of a line after which no other is looked for.
         edge_steps: least heights of edges, shares of the range, ascending; lines are looked for by each.
     """
-    busy_rows = _busy_rows(grey_HW[::_SAMPLED_ROWS], edge_steps[0] * value_range.span, value_range)
+    min_step = edge_steps[0] * value_range.span
+    busy_rows = _busy_rows(grey_HW[::_SAMPLED_ROWS], min_step, value_range)
     if not len(busy_rows):
         return None
 
@@ -180,10 +187,13 @@ def strongest_line(
     for scale, scaled_HW in enumerate(_scales(part_HW)):
         for line in _lines_at_scale(scaled_HW, edge_steps):
             if strongest is None or line.edges > strongest.edges:
-                top = start + (line.top << scale)
-                left = line.left << scale
+                # In pixels of the image: each scale halves its sides.
                 strongest = TextLine(
-                    line.edges, top, left, line.height << scale, line.length << scale
+                    line.edges,
+                    start + (line.top << scale),
+                    line.left << scale,
+                    line.height << scale,
+                    line.length << scale,
                 )
             if strongest.edges >= enough_edges:
                 return strongest
@@ -196,9 +206,11 @@ def _may_hold_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange)
     sampled_HW = np.ascontiguousarray(grey_HW[:, ::_SAMPLED_COLUMNS])
     min_step = _TURNED_EDGE_STEPS[0] * value_range.span
     sharp_HW = _sharp_steps(sampled_HW, min_step, value_range, axis=0)
+    # The total first: few images have so many edges, and counting by columns takes longer.
     if np.count_nonzero(sharp_HW) < _MIN_SAMPLED_EDGES:
         return False
-    return int(np.count_nonzero(sharp_HW, axis=0).max()) >= _MIN_SAMPLED_EDGES
+    num_edges_W = np.count_nonzero(sharp_HW, axis=0)
+    return int(num_edges_W.max()) >= _MIN_SAMPLED_EDGES
 
 
 def _sharp_steps(
@@ -209,9 +221,14 @@ def _sharp_steps(
 ) -> NDArray[np.bool_]:
     """Return where neighbours along an axis differ by more than a step."""
     # The difference of two values must not wrap around.
-    dtype = np.int16 if value_range.fits_int16 else np.float32
+    dtype: type[np.int16] | type[np.float32] = np.float32
+    if value_range.fits_int16:
+        dtype = np.int16
     signed_HW: NDArray[Any] = grey_HW.astype(dtype, copy=False)
-    steps_HW = signed_HW[1:] - signed_HW[:-1] if axis == 0 else signed_HW[:, 1:] - signed_HW[:, :-1]
+    if axis == 0:
+        steps_HW = signed_HW[1:] - signed_HW[:-1]
+    else:
+        steps_HW = signed_HW[:, 1:] - signed_HW[:, :-1]
     np.abs(steps_HW, out=steps_HW)
     sharp_HW: NDArray[np.bool_] = steps_HW > min_step
     return sharp_HW
@@ -227,7 +244,8 @@ def _busy_rows(
     if np.count_nonzero(sharp_HW) < _MIN_SAMPLED_EDGES:
         return np.empty(0, np.intp)
     # Counting the bits of packed rows takes a tenth of the time of counting rows of booleans.
-    counts_H = np.bitwise_count(np.packbits(sharp_HW, axis=1)).sum(1, dtype=np.int32)
+    packed_HB = np.packbits(sharp_HW, axis=1)
+    counts_H = np.bitwise_count(packed_HB).sum(1, dtype=np.int32)
     return np.flatnonzero(counts_H >= _MIN_SAMPLED_EDGES)
 
 
@@ -239,8 +257,10 @@ def _scales(image_HW: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
         yield image_HW
         height = image_HW.shape[0] // 2 * 2
         width = image_HW.shape[1] // 2 * 2
+        # The mean of each square of four values.
         pairs_of_rows = image_HW[0:height:2, :width] + image_HW[1:height:2, :width]
-        image_HW = (pairs_of_rows[:, 0::2] + pairs_of_rows[:, 1::2]) * np.float32(0.25)
+        sums_of_four = pairs_of_rows[:, 0::2] + pairs_of_rows[:, 1::2]
+        image_HW = sums_of_four * np.float32(0.25)
 
 
 def _lines_at_scale(
@@ -276,10 +296,11 @@ def _crowded_parts(sharp_HW: NDArray[np.bool_]) -> Iterator[tuple[slice, slice]]
     line than such a window has fewer edges in it.
     """
     counts_HB = np.bitwise_count(np.packbits(sharp_HW, axis=1))
-    num_rows = len(counts_HB) - _LETTER_HEIGHTS[0] + 1
-    num_windows = max(1, counts_HB.shape[1] - _WINDOW_BYTES + 1)
+    height, num_bytes = counts_HB.shape
+    num_rows = height - _LETTER_HEIGHTS[0] + 1
+    num_windows = max(1, num_bytes - _WINDOW_BYTES + 1)
     in_rows_HB = counts_HB[:, :num_windows].copy()
-    for offset in range(1, min(_WINDOW_BYTES, counts_HB.shape[1])):
+    for offset in range(1, min(_WINDOW_BYTES, num_bytes)):
         in_rows_HB += counts_HB[:, offset : offset + num_windows]
     in_window_HB = in_rows_HB[:num_rows].copy()
     for offset in range(1, _LETTER_HEIGHTS[0]):
@@ -292,14 +313,20 @@ def _crowded_parts(sharp_HW: NDArray[np.bool_]) -> Iterator[tuple[slice, slice]]
     # A line reaches beyond such a window by no more than its height and its length.
     margin = _LETTER_HEIGHTS[-1] + _QUIET_ROWS
     side_margin = _line_length(_LETTER_HEIGHTS[-1])
+    # Rows whose margins do not meet are parts of their own.
     breaks = np.flatnonzero(np.diff(crowded_rows) > 2 * margin)
-    first_rows = crowded_rows[np.concatenate(([0], breaks + 1))]
-    last_rows = crowded_rows[np.concatenate((breaks, [len(crowded_rows) - 1]))]
+    first_places = np.concatenate(([0], breaks + 1))
+    last_places = np.concatenate((breaks, [len(crowded_rows) - 1]))
+    first_rows = crowded_rows[first_places].tolist()
+    last_rows = crowded_rows[last_places].tolist()
     for first_row, last_row in zip(first_rows, last_rows, strict=True):
-        crowded_columns = 8 * np.flatnonzero(is_crowded_HB[first_row : last_row + 1].any(0))
-        rows = slice(max(0, int(first_row) - margin), int(last_row) + _LETTER_HEIGHTS[0] + margin)
-        first_column = max(0, int(crowded_columns[0]) - side_margin)
-        yield rows, slice(first_column, int(crowded_columns[-1]) + 8 * _WINDOW_BYTES + side_margin)
+        is_crowded_B = is_crowded_HB[first_row : last_row + 1].any(0)
+        crowded_bytes = np.flatnonzero(is_crowded_B)
+        top = max(0, first_row - margin)
+        bottom = last_row + _LETTER_HEIGHTS[0] + margin
+        left = max(0, 8 * int(crowded_bytes[0]) - side_margin)
+        right = 8 * int(crowded_bytes[-1]) + 8 * _WINDOW_BYTES + side_margin
+        yield slice(top, bottom), slice(left, right)
 
 
 def _edges(steps_HW: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -310,6 +337,7 @@ def _edges(steps_HW: NDArray[np.float32]) -> NDArray[np.float32]:
     padded_HW = np.pad(steps_HW, ((0, 0), (1, 1)))
     before_HW = padded_HW[:, :-2]
     after_HW = padded_HW[:, 2:]
+    # Of equal steps beside each other the first is the steepest, so that none counts twice.
     rises_HW = (steps_HW > 0) & (steps_HW >= before_HW) & (steps_HW > after_HW)
     falls_HW = (steps_HW < 0) & (steps_HW <= before_HW) & (steps_HW < after_HW)
     return np.abs(steps_HW) * (rises_HW | falls_HW)
@@ -327,8 +355,10 @@ def _lines(sharp_HW: NDArray[np.bool_], by_chance: float) -> Iterator[TextLine]:
     height, width = sharp_HW.shape
     # Beyond the image there are no edges: a line may touch its border.
     integral_HW = np.zeros((height + 1 + 2 * _QUIET_ROWS, width + 1), np.int32)
-    np.cumsum(sharp_HW, axis=0, out=integral_HW[1 + _QUIET_ROWS : 1 + _QUIET_ROWS + height, 1:])
-    integral_HW[1 + _QUIET_ROWS + height :] = integral_HW[_QUIET_ROWS + height]
+    first = 1 + _QUIET_ROWS
+    end = first + height
+    np.cumsum(sharp_HW, axis=0, out=integral_HW[first:end, 1:])
+    integral_HW[end:] = integral_HW[end - 1]
     np.cumsum(integral_HW, axis=1, out=integral_HW)
     for letter_height in _LETTER_HEIGHTS:
         if height >= letter_height and width >= _line_length(letter_height):
@@ -360,26 +390,30 @@ def _line_of_height(
 
     # Letters stand all along the line: one crowded place does not make one.
     cell_length = length // _CELLS
-    borders_NC = in_rows_HW[top_N[:, None], left_N[:, None] + cell_length * np.arange(_CELLS + 1)]
-    emptiest_cell_N = np.diff(borders_NC, axis=1).min(1)
-    within_N = np.minimum(
-        in_line_HW[top_N, left_N] / length, _CELL_SHARE * emptiest_cell_N / cell_length
-    )
+    border_NC = left_N[:, None] + cell_length * np.arange(_CELLS + 1)
+    up_to_border_NC = in_rows_HW[top_N[:, None], border_NC]
+    emptiest_cell_N = np.diff(up_to_border_NC, axis=1).min(1)
+    by_line_N = in_line_HW[top_N, left_N] / length
+    by_cell_N = _CELL_SHARE * emptiest_cell_N / cell_length
+    within_N = np.minimum(by_line_N, by_cell_N)
 
     # Row r of the image is row r + _QUIET_ROWS of the integral image.
     above_N = _edges_in_strips(integral_HW, top_N, left_N, length)
-    below_N = _edges_in_strips(integral_HW, top_N + _QUIET_ROWS + height, left_N, length)
+    bottom_N = top_N + _QUIET_ROWS + height
+    below_N = _edges_in_strips(integral_HW, bottom_N, left_N, length)
+    # As if a strip were as high as the line.
     around_N = np.maximum(above_N, below_N) * (height / (_QUIET_ROWS * length))
     beyond_N = within_N - around_N - by_chance * height
     # The area beyond the border may have edges: tubes and ribs are cut there.
     reaches_border_N = (top_N < _QUIET_ROWS) | (top_N >= len(in_rows_HW) - _QUIET_ROWS)
     beyond_N -= _BORDER_EDGES * reaches_border_N
     strongest = int(beyond_N.argmax())
-    if beyond_N[strongest] < _MIN_LINE_EDGES:
+    edges = float(beyond_N[strongest])
+    if edges < _MIN_LINE_EDGES:
         return None
-    return TextLine(
-        float(beyond_N[strongest]), int(top_N[strongest]), int(left_N[strongest]), height, length
-    )
+    top = int(top_N[strongest])
+    left = int(left_N[strongest])
+    return TextLine(edges, top, left, height, length)
 
 
 def _edges_in_strips(
