@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, DecodeLimits
-from ddm.images.reasons import Flag, ImageError, Reason
+from ddm.images.reasons import Flag, Reason
 from tests.support.case import case
+from tests.support.decoding import decoded_picture, decoding_refusal, exif_of_orientation
 
 RAMP = np.linspace(0, 250, 40 * 56).reshape(40, 56)
 RGB = np.stack([RAMP, 250 - RAMP, RAMP[::-1]], -1).astype(np.uint8)
@@ -35,8 +35,7 @@ def with_marker(data: bytes, code: int, content: bytes) -> bytes:
 
 
 def exif(orientation: int, order: str = "<") -> bytes:
-    mark = b"II*\0" if order == "<" else b"MM\0*"
-    return b"Exif\0\0" + mark + struct.pack(order + "IHHHIHHI", 8, 1, 274, 3, 1, orientation, 0, 0)
+    return b"Exif\0\0" + exif_of_orientation(orientation, order)
 
 
 def without(data: bytes, code: int) -> bytes:
@@ -45,20 +44,8 @@ def without(data: bytes, code: int) -> bytes:
     return data[:start] + data[start + 2 + int.from_bytes(data[start + 2 : start + 4]) :]
 
 
-def picture(data: bytes) -> DecodedPicture:
-    (picture,) = decode(FileContent(None, data, "a.jpg"))
-    assert isinstance(picture, DecodedPicture)
-    return picture
-
-
 def values(data: bytes) -> np.ndarray:
-    return np.moveaxis(picture(data).values, 0, -1).astype(int)
-
-
-def refusal(data: bytes, limits: DecodeLimits | None = None) -> ImageError:
-    with pytest.raises(ImageError) as caught:
-        list(decode(FileContent(None, data, "a.jpg"), limits))
-    return caught.value
+    return np.moveaxis(decoded_picture(data).values, 0, -1).astype(int)
 
 
 def near(actual: np.ndarray, expected: np.ndarray, most: int = 3) -> bool:
@@ -84,7 +71,7 @@ def test_greys_and_colours_are_read_in_each_way_of_coding(tmp_path: Path) -> Non
     (tmp_path / "a.jpg").write_bytes(jpeg(RGB))
     (actual,) = decode(FileContent.of(tmp_path / "a.jpg"))
     assert isinstance(actual, DecodedPicture) and actual.full == (0, 255)
-    assert (actual.values == picture(jpeg(RGB)).values).all()
+    assert (actual.values == decoded_picture(jpeg(RGB)).values).all()
     flat = np.full((40, 56, 3), (200, 40, 90), np.uint8)
     for subsampling in (0, 1, 2):
         assert near(values(jpeg(flat, subsampling=subsampling)), flat)
@@ -96,7 +83,7 @@ def test_adobes_marker_says_what_three_and_four_colours_are() -> None:
     cmyk = jpeg(INKS, "CMYK")
     assert b"Adobe" in cmyk  # inverted, as Adobe's programs write it
     assert near(values(cmyk), expected, 5)
-    assert "APP14" in refusal(without(cmyk, 0xEE)).detail
+    assert "APP14" in decoding_refusal(without(cmyk, 0xEE)).detail
     # YCCK is YCbCr of R = 255 - C and so on, where C is inverted ink (Adobe's note 5116): R is ink, K its inverse.
     grey_inks = np.stack(
         [GREY, np.full_like(GREY, 128), np.full_like(GREY, 128), np.full_like(GREY, 55)], -1
@@ -136,7 +123,10 @@ def test_other_processes_than_baseline_and_progressive_of_8_bits_are_refused() -
     for code in (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF, 0xF7):
         with case(code):
             other = data[:frame] + bytes([0xFF, code]) + data[frame + 2 :]
-            assert refusal(other).reason is Reason.UNSUPPORTED and "SOF" in refusal(other).detail
+            assert (
+                decoding_refusal(other).reason is Reason.UNSUPPORTED
+                and "SOF" in decoding_refusal(other).detail
+            )
     for code in (0xC1, 0xC2):
         deep = (
             data[:frame]
@@ -145,11 +135,11 @@ def test_other_processes_than_baseline_and_progressive_of_8_bits_are_refused() -
             + b"\x0c"
             + data[frame + 5 :]
         )
-        assert "precision" in refusal(deep).detail
+        assert "precision" in decoding_refusal(deep).detail
     two = data[:frame] + marker(0xC0, b"\x08\0\x28\0\x38\2\1\x11\0\2\x11\0") + data[frame + 13 :]
-    assert "SOF" in refusal(two).detail
+    assert "SOF" in decoding_refusal(two).detail
     late_height = data[:-2] + marker(0xDC, b"\0\x28") + data[-2:]
-    assert "DNL" in refusal(late_height).detail
+    assert "DNL" in decoding_refusal(late_height).detail
 
 
 def test_what_is_missing_is_noticed() -> None:
@@ -157,9 +147,9 @@ def test_what_is_missing_is_noticed() -> None:
         data = jpeg(RGB, **options)
         for length in (3, 20, len(data) // 2, len(data) - 40, len(data) - 2, len(data) - 1):
             with case(length, **options):
-                assert refusal(data[:length]).reason is Reason.TRUNCATED
+                assert decoding_refusal(data[:length]).reason is Reason.TRUNCATED
                 # A copy that was cut off is often filled up with zeros.
-                assert refusal(data[:length].ljust(len(data), b"\0")).reason in (
+                assert decoding_refusal(data[:length].ljust(len(data), b"\0")).reason in (
                     Reason.TRUNCATED,
                     Reason.DAMAGED,
                 )
@@ -176,8 +166,8 @@ def test_restart_markers_are_counted_and_in_order() -> None:
             (b"\xff\xd1", b"\xff\xd1\0\xff\xd2"),
         ):
             with case(before, after, **options):
-                assert "restart" in refusal(data.replace(before, after, 1)).detail
-    assert "DRI" in refusal(jpeg(RGB)[:-2] + b"\xff\xd0\xff\xd9").detail
+                assert "restart" in decoding_refusal(data.replace(before, after, 1)).detail
+    assert "DRI" in decoding_refusal(jpeg(RGB)[:-2] + b"\xff\xd0\xff\xd9").detail
 
 
 def test_further_pictures_in_a_file_are_thumbnails() -> None:
@@ -185,8 +175,8 @@ def test_further_pictures_in_a_file_are_thumbnails() -> None:
     Image.fromarray(RGB).save(
         written, "MPO", save_all=True, append_images=[Image.fromarray(RGB[::2, ::2])]
     )
-    assert picture(written.getvalue()).flags == {Flag.THUMBNAIL}
-    assert picture(written.getvalue()).values.shape == (3, 40, 56)
+    assert decoded_picture(written.getvalue()).flags == {Flag.THUMBNAIL}
+    assert decoded_picture(written.getvalue()).values.shape == (3, 40, 56)
     data = jpeg(RGB)
     for code, content in (
         (0xE0, b"JFXX\0\x10"),
@@ -195,9 +185,9 @@ def test_further_pictures_in_a_file_are_thumbnails() -> None:
         (0xE1, b"http://ns.adobe.com/xap/1.0/\0<xmpGImg:image>"),
     ):
         with case(content):
-            assert picture(with_marker(data, code, content)).flags == {Flag.THUMBNAIL}
+            assert decoded_picture(with_marker(data, code, content)).flags == {Flag.THUMBNAIL}
     comment = with_marker(data, 0xFE, b"a screenshot")
-    assert picture(comment).flags == {Flag.SCREENSHOT}
+    assert decoded_picture(comment).flags == {Flag.SCREENSHOT}
 
 
 def test_pixels_that_are_not_square_have_spacings() -> None:
@@ -210,21 +200,25 @@ def test_pixels_that_are_not_square_have_spacings() -> None:
     ):
         with case(unit, per_column, per_row):
             jfif = b"JFIF\0\1\1" + struct.pack(">BHHBB", unit, per_column, per_row, 0, 0)
-            assert picture(with_marker(data, 0xE0, jfif)).spacing == spacing
+            assert decoded_picture(with_marker(data, 0xE0, jfif)).spacing == spacing
 
 
 def test_sizes_are_bounded_and_metadata_is_not_decoded() -> None:
     data = jpeg(GREY)
     frame = data.index(b"\xff\xc0")
     huge = data[: frame + 5] + b"\xff\xff\xff\xff" + data[frame + 9 :]
-    assert refusal(huge).reason is Reason.TOO_LARGE
-    assert refusal(data, DecodeLimits(values=100)).reason is Reason.TOO_LARGE
+    assert decoding_refusal(huge).reason is Reason.TOO_LARGE
+    assert decoding_refusal(data, DecodeLimits(values=100)).reason is Reason.TOO_LARGE
     none = data[: frame + 5] + b"\0\0\0\0" + data[frame + 9 :]
-    assert refusal(none).reason is Reason.DAMAGED
+    assert decoding_refusal(none).reason is Reason.DAMAGED
     for number in range(30):
         data = with_marker(data, 0xE2, b"ICC_PROFILE\0" + bytes([number + 1, 30]) + bytes(65000))
     assert near(values(data), GREY)
-    assert "EXIF" in refusal(with_marker(data, 0xE1, b"Exif\0\0MM\0*\xff\0\0\0")).detail
+    assert "EXIF" in decoding_refusal(with_marker(data, 0xE1, b"Exif\0\0MM\0*\xff\0\0\0")).detail
     for broken in (b"\xff\xd8\xff\xd9", b"\xff\xd8\xffnothing", data[:2] + b"\xff\xda\0\2\xff\xd9"):
         with case(broken):
-            assert refusal(broken).reason in (Reason.NO_PIXELS, Reason.DAMAGED, Reason.TRUNCATED)
+            assert decoding_refusal(broken).reason in (
+                Reason.NO_PIXELS,
+                Reason.DAMAGED,
+                Reason.TRUNCATED,
+            )

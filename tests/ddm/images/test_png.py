@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import png as pypng
-import pytest
 from PIL import Image
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, DecodeLimits
+from ddm.images.picture import DecodedPicture
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
+from tests.support.decoding import decoded_picture, decoding_refusal, exif_of_orientation
 from tests.support.png_files import SIGNATURE, encode_png, png_chunk
 
 H = 19
@@ -32,25 +32,8 @@ def noise(channels: int, depth: int) -> np.ndarray:
     return np.random.default_rng(depth).integers(0, 1 << depth, (H, W, channels), np.uint16)
 
 
-def exif(orientation: int, order: str = "<") -> bytes:
-    mark = b"II*\0" if order == "<" else b"MM\0*"
-    return mark + struct.pack(order + "IHHHIHHI", 8, 1, 274, 3, 1, orientation, 0, 0)
-
-
-def picture(data: bytes) -> DecodedPicture:
-    (picture,) = decode(FileContent(None, data, "a.png"))
-    assert isinstance(picture, DecodedPicture)
-    return picture
-
-
 def values(data: bytes) -> np.ndarray:
-    return np.moveaxis(picture(data).values, 0, -1)
-
-
-def refusal(data: bytes, limits: DecodeLimits | None = None) -> ImageError:
-    with pytest.raises(ImageError) as caught:
-        list(decode(FileContent(None, data, "a.png"), limits))
-    return caught.value
+    return np.moveaxis(decoded_picture(data).values, 0, -1)
 
 
 def on_screen(samples: np.ndarray, depth: int, colour: int) -> np.ndarray:
@@ -71,7 +54,7 @@ def test_every_colour_type_depth_and_interlace_method_is_read_to_the_value(tmp_p
                 path.write_bytes(
                     encode_png(samples, depth, colour, interlace=interlace, idat_bytes=100)
                 )
-                actual = picture(path.read_bytes())
+                actual = decoded_picture(path.read_bytes())
                 assert (
                     np.moveaxis(actual.values, 0, -1) == on_screen(samples, depth, colour)
                 ).all()
@@ -111,8 +94,8 @@ def test_palettes_are_looked_up_with_their_transparency() -> None:
                 assert (values(data) == clear[indices[..., 0]]).all()
         beyond = indices.copy()
         beyond[3, 4] = num
-        assert "PLTE" in refusal(encode_png(beyond, depth, PALETTE, before=[plte])).detail
-    assert "PLTE" in refusal(encode_png(noise(1, 8), 8, PALETTE)).detail
+        assert "PLTE" in decoding_refusal(encode_png(beyond, depth, PALETTE, before=[plte])).detail
+    assert "PLTE" in decoding_refusal(encode_png(noise(1, 8), 8, PALETTE)).detail
 
 
 def test_one_transparent_colour_is_black_at_every_depth() -> None:
@@ -133,7 +116,10 @@ def test_one_transparent_colour_is_black_at_every_depth() -> None:
     samples = np.array([[[0x1234, 0x1234, 0x1234], [0x1235, 0x1234, 0x1234]]], np.uint16)
     data = encode_png(samples, 16, RGB, before=[(b"tRNS", samples[0, 0].astype(">u2").tobytes())])
     assert (values(data) == [[[0, 0, 0], [0x1235, 0x1234, 0x1234]]]).all()
-    assert "tRNS" in refusal(encode_png(noise(1, 8), 8, GREY, before=[(b"tRNS", b"\0")])).detail
+    assert (
+        "tRNS"
+        in decoding_refusal(encode_png(noise(1, 8), 8, GREY, before=[(b"tRNS", b"\0")])).detail
+    )
 
 
 def test_orientation_is_applied_to_every_kind_before_and_behind_the_pixels() -> None:
@@ -156,7 +142,7 @@ def test_orientation_is_applied_to_every_kind_before_and_behind_the_pixels() -> 
         }
         for orientation, expected in turns.items():
             with case(colour, depth, orientation):
-                block = (b"eXIf", exif(orientation, "<>"[orientation % 2]))
+                block = (b"eXIf", exif_of_orientation(orientation, "<>"[orientation % 2]))
                 assert (
                     values(encode_png(samples, depth, colour, before=[*palette, block])) == expected
                 ).all()
@@ -166,7 +152,7 @@ def test_orientation_is_applied_to_every_kind_before_and_behind_the_pixels() -> 
                 ).all()
     assert (
         "EXIF"
-        in refusal(
+        in decoding_refusal(
             encode_png(noise(1, 8), 8, GREY, before=[(b"eXIf", b"II*\0\xff\xff\xff\0")])
         ).detail
     )
@@ -183,7 +169,7 @@ def test_chunks_on_colour_and_few_significant_bits_change_no_value() -> None:
     ]
     for one in chunks:
         with case(one[0]):
-            actual = picture(encode_png(samples, 8, RGB, before=[one]))
+            actual = decoded_picture(encode_png(samples, 8, RGB, before=[one]))
             assert (np.moveaxis(actual.values, 0, -1) == samples).all() and actual.full == (0, 255)
     background = (b"bKGD", struct.pack(">HHH", 255, 255, 255))
     assert (
@@ -199,9 +185,9 @@ def test_animations_and_apples_variant_are_refused() -> None:
         frames[0].save(
             written, "PNG", save_all=True, append_images=frames, default_image=default_image
         )
-        assert "acTL" in refusal(written.getvalue()).detail
+        assert "acTL" in decoding_refusal(written.getvalue()).detail
     plain = encode_png(noise(1, 8), 8, GREY)
-    assert "CgBI" in refusal(SIGNATURE + png_chunk(b"CgBI", bytes(4)) + plain[8:]).detail
+    assert "CgBI" in decoding_refusal(SIGNATURE + png_chunk(b"CgBI", bytes(4)) + plain[8:]).detail
 
 
 def test_pixels_that_are_not_square_have_spacings() -> None:
@@ -218,12 +204,14 @@ def test_pixels_that_are_not_square_have_spacings() -> None:
                 GREY,
                 before=[(b"pHYs", struct.pack(">IIB", per_column, per_row, unit))],
             )
-            assert picture(data).spacing == spacing
+            assert decoded_picture(data).spacing == spacing
 
 
 def test_every_flipped_byte_that_matters_is_noticed() -> None:
     samples = noise(3, 16)[:5, :5]
-    whole = encode_png(samples, 16, RGB, before=[(b"tRNS", bytes(6)), (b"eXIf", exif(6))])
+    whole = encode_png(
+        samples, 16, RGB, before=[(b"tRNS", bytes(6)), (b"eXIf", exif_of_orientation(6))]
+    )
     expected = values(whole)
     for position in range(8, len(whole)):
         data = bytearray(whole)
@@ -241,7 +229,7 @@ def test_broken_files_have_their_true_reason() -> None:
     whole = encode_png(samples, 8, RGB)
     for length in range(60, len(whole) - 1, 100):
         with case(length):
-            assert refusal(whole[:length]).reason is Reason.TRUNCATED
+            assert decoding_refusal(whole[:length]).reason is Reason.TRUNCATED
     assert (values(whole + b"PK\x03\x04 another file") == samples).all()
 
     def with_pixels(raw: bytes, **sizes: int) -> bytes:
@@ -264,11 +252,13 @@ def test_broken_files_have_their_true_reason() -> None:
         (b"no stream", (Reason.DAMAGED, Reason.TRUNCATED)),
     ):
         with case(raw[:10]):
-            assert refusal(with_pixels(raw)).reason in reason
-    assert refusal(with_pixels(b"", width=1 << 17, height=1 << 17)).reason is Reason.TOO_LARGE
-    assert refusal(with_pixels(b"", width=0)).reason is Reason.DAMAGED
+            assert decoding_refusal(with_pixels(raw)).reason in reason
     assert (
-        refusal(SIGNATURE + png_chunk(b"IHDR", bytes(13)) + png_chunk(b"IEND", b"")).reason
+        decoding_refusal(with_pixels(b"", width=1 << 17, height=1 << 17)).reason is Reason.TOO_LARGE
+    )
+    assert decoding_refusal(with_pixels(b"", width=0)).reason is Reason.DAMAGED
+    assert (
+        decoding_refusal(SIGNATURE + png_chunk(b"IHDR", bytes(13)) + png_chunk(b"IEND", b"")).reason
         is Reason.DAMAGED
     )
     bad_depth = (
@@ -276,12 +266,13 @@ def test_broken_files_have_their_true_reason() -> None:
         + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 4, 2, 0, 0, 0))
         + png_chunk(b"IEND", b"")
     )
-    assert "IHDR" in refusal(bad_depth).detail
+    assert "IHDR" in decoding_refusal(bad_depth).detail
     assert (
-        refusal(encode_png(samples, 8, RGB, before=[(b"ABCD", b"")])).reason is Reason.UNSUPPORTED
+        decoding_refusal(encode_png(samples, 8, RGB, before=[(b"ABCD", b"")])).reason
+        is Reason.UNSUPPORTED
     )
     no_pixels = SIGNATURE + whole[8:33] + png_chunk(b"IEND", b"")
-    assert refusal(no_pixels).reason is Reason.NO_PIXELS
+    assert decoding_refusal(no_pixels).reason is Reason.NO_PIXELS
 
 
 def test_huge_texts_and_profiles_ask_for_no_memory_and_are_still_looked_at() -> None:
@@ -292,7 +283,7 @@ def test_huge_texts_and_profiles_ask_for_no_memory_and_are_still_looked_at() -> 
         (b"iTXt", b"a\0\1\0\0\0" + bomb),
         (b"iCCP", b"a\0\0" + bomb),
     ]
-    actual = picture(encode_png(samples, 8, RGB, before=texts))
+    actual = decoded_picture(encode_png(samples, 8, RGB, before=texts))
     assert (np.moveaxis(actual.values, 0, -1) == samples).all() and not actual.flags
     for text in (
         (b"tEXt", b"Software\0Screenshot tool"),
@@ -301,8 +292,10 @@ def test_huge_texts_and_profiles_ask_for_no_memory_and_are_still_looked_at() -> 
         (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0<exif:UserComment>Screenshot</exif:UserComment>"),
     ):
         with case(text[0]):
-            assert picture(encode_png(samples, 8, RGB, before=[text])).flags == {Flag.SCREENSHOT}
-            assert not picture(encode_png(samples[..., :1], 8, GREY, before=[text])).flags
+            assert decoded_picture(encode_png(samples, 8, RGB, before=[text])).flags == {
+                Flag.SCREENSHOT
+            }
+            assert not decoded_picture(encode_png(samples[..., :1], 8, GREY, before=[text])).flags
 
 
 def test_pypng_and_pillow_write_what_is_read() -> None:
