@@ -1,7 +1,7 @@
 """The attacks: another user of the machine, or a file that lies in a job's folder, runs code through a training job."""
 
-import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -40,28 +40,9 @@ pytestmark = [
 ]
 
 
-class Stranger:
-    """Another user at work, who attacks every port that is opened.
-
-    Attributes:
-        marker: the file that is there once a command of the stranger's ran.
-        ports: the addresses that were attacked, once the stranger has ended.
-    """
-
-    def __init__(self, process: "subprocess.Popen[str]", marker: Path) -> None:
-        self._process = process
-        self.marker = marker
-        self.ports: list[tuple[str, int]] = []
-
-    def end(self) -> None:
-        """Let the stranger end, and read what it attacked."""
-        output, _ = self._process.communicate("", timeout=60)
-        self.ports = json.loads(output)
-
-
 @contextmanager
-def stranger(folder: Path) -> Iterator[Stranger]:
-    """Another user, who looks for ports from now on."""
+def stranger(folder: Path) -> Iterator[Path]:
+    """Another user, who attacks each port that is opened; yield the file that a command of theirs would make."""
     marker = folder / "command-of-the-stranger"
     command = [sys.executable, "-m", "tests.support.job_stranger", str(STRANGER), str(marker)]
     with subprocess.Popen(
@@ -70,7 +51,8 @@ def stranger(folder: Path) -> Iterator[Stranger]:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            yield Stranger(process, marker)
+            yield marker
+            assert process.poll() is None, "the stranger failed by itself"
         finally:
             process.kill()
 
@@ -108,11 +90,12 @@ def test_torchrun_is_refused_before_a_stranger_runs_commands_through_its_store(
     tmp_path: Path,
 ) -> None:
     """Without the refusal, the stranger's command runs within seconds."""
-    with stranger(tmp_path) as attacker:
-        with pytest.raises(ValidationError, match="torchrun runs the commands of whoever"):
-            SmallJob(tmp_path, with_launcher(*TORCHRUN), short_task())()
-        attacker.end()
-    assert not attacker.marker.exists()
+    with (
+        stranger(tmp_path) as marker,
+        pytest.raises(ValidationError, match="torchrun runs the commands of whoever"),
+    ):
+        SmallJob(tmp_path, with_launcher(*TORCHRUN), short_task())()
+    assert not marker.exists()
 
 
 @pytest.mark.slow
@@ -121,6 +104,35 @@ def test_torchrun_in_a_script_is_refused_by_the_processes_that_it_starts(tmp_pat
     settings = with_launcher("bash", script(tmp_path, words), "{python}", "{folder}", "{launch}")
     with pytest.raises(TrustError, check=has_subject("torchrun")):
         SmallJob(tmp_path, settings, short_task())()
+
+
+def listening_ends(pids: Iterable[int]) -> set[str]:
+    """The addresses and ports, as the kernel writes them, at which some processes listen."""
+    sockets = set[str]()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                sockets.add(str(descriptor.readlink()))
+    return {
+        end.local for end in tcp_sockets() if end.listening and f"socket:[{end.inode}]" in sockets
+    }
+
+
+def process_of_rank(rank: int) -> int | None:
+    """The process of a job that this test started which has a rank."""
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"ddm.training" in words and f"RANK={rank}".encode() in environment:
+                return pid
+    return None
+
+
+def is_connected_with_stranger(pid: int) -> bool:
+    """Whether the other user has a connection with a port of a process."""
+    ends = listening_ends([pid])
+    return any(end.remote in ends and end.user == STRANGER for end in tcp_sockets())
 
 
 @pytest.mark.slow
@@ -132,33 +144,35 @@ def test_other_user_who_connects_in_a_process_s_place_is_refused(
     if start == "command":
         words = ("bash", script(tmp_path, START_TWO), "{python}", "{folder}", "{launch}")
         settings = with_launcher(*words)
-    with stranger(tmp_path) as attacker:
-        with pytest.raises(TrustError, match="connections with the other processes of this"):
-            SmallJob(tmp_path, settings, short_task())()
-        attacker.end()
-    assert attacker.ports and not attacker.marker.exists()
+
+    def let_stranger_be_first() -> None:
+        """Halt the second process, which imports torch, until the stranger has its place."""
+        wait_until(lambda: process_of_rank(1) is not None, "the second process")
+        second = process_of_rank(1)
+        assert second is not None
+        os.kill(second, signal.SIGSTOP)
+        first = process_of_rank(0)
+        assert first is not None
+        wait_until(lambda: is_connected_with_stranger(first), "the stranger's connection")
+        os.kill(second, signal.SIGCONT)
+
+    with stranger(tmp_path) as marker:
+        thread = threading.Thread(target=let_stranger_be_first)
+        thread.start()
+        try:
+            with pytest.raises(TrustError, match="connections with the other processes of this"):
+                SmallJob(tmp_path, settings, short_task())()
+        finally:
+            thread.join()
+    assert not marker.exists()
     assert not (tmp_path / "job" / "result.json").exists()
-
-
-def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """The addresses, as the kernel writes them, at which some processes listen."""
-    sockets = set[str]()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-            with suppress(OSError):
-                sockets.add(str(descriptor.readlink()))
-    return {
-        end.local.partition(":")[0]
-        for end in tcp_sockets()
-        if end.listening and f"socket:[{end.inode}]" in sockets
-    }
 
 
 def test_one_process_opens_no_port(tmp_path: Path) -> None:
     before = own_connections()
     trial = SmallJob(tmp_path, task=short_task())
     addresses = set[str]()
-    trial(lambda progress: addresses.update(listening_addresses([os.getpid()])))
+    trial(lambda progress: addresses.update(listening_ends([os.getpid()])))
     assert trial.progress and not addresses
     assert own_connections() == before
 
@@ -175,7 +189,8 @@ def test_address_in_the_environment_leads_a_job_nowhere_and_it_listens_on_loopba
     addresses = set[str]()
 
     def note_ports(progress: Progress) -> None:
-        addresses.update(listening_addresses(descendants(os.getpid())))
+        ends = listening_ends(descendants(os.getpid()))
+        addresses.update(end.partition(":")[0] for end in ends)
         if addresses:
             trial.stop.set()
 

@@ -61,7 +61,7 @@ def switch() -> Iterator[Switch]:
 def trial_of(folder: Path, switch: Switch) -> tuple[SmallJob, Path]:
     """A job of two hosts, and the file for which the second waits."""
     go = folder / "go"
-    hosts = {host: " ".join(switch.inside(host)) for host in ("one", "two")}
+    hosts = {host: " ".join(switch.command_prefix(host)) for host in ("one", "two")}
     start = folder / "start.sh"
     start.write_text(START.format(go=go, **hosts))
     words = ("bash", str(start), "{python}", "{folder}", "{launch}")
@@ -73,7 +73,14 @@ def trial_of(folder: Path, switch: Switch) -> tuple[SmallJob, Path]:
 def stranger(switch: Switch, folder: Path) -> Iterator[Path]:
     """A host that looks for a port of the first process; yield a file that is there once it has connected."""
     connected = folder / "connected"
-    command = [*switch.inside("stranger"), sys.executable, "-I", "-c", STRANGER, ADDRESSES["one"]]
+    command = [
+        *switch.command_prefix("stranger"),
+        sys.executable,
+        "-I",
+        "-c",
+        STRANGER,
+        ADDRESSES["one"],
+    ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

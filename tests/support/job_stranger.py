@@ -1,18 +1,18 @@
 """Another user of the machine, who wants to run commands as the user whose training job starts.
 
 `python -m tests.support.job_stranger USER MARKER` gives up all rights but those of `USER`. From then on it connects to
-every port that somebody begins to listen at, as a client of torch's store, and replaces each state of a rendezvous by a
-pickle that creates the file `MARKER`. It also sends the first bytes of gloo, which name a process. When its input
-closes it prints how many ports there were, a JSON list of their addresses.
+every port that somebody begins to listen at: with the first bytes of gloo, which name a process, and as a client of
+torch's store, in which it replaces each state of a rendezvous by a pickle that creates the file `MARKER`. It ends when
+its input closes.
 """
 
-import json
 import os
 import pickle
 import select
 import socket
 import struct
 import sys
+import threading
 from base64 import b64encode
 from contextlib import suppress
 from datetime import timedelta
@@ -83,17 +83,16 @@ def main(user: int, marker: str) -> None:
     os.setgid(user)
     os.setuid(user)
     known = listening()
-    new_ends = set[tuple[str, int]]()
     connections = list[socket.socket]()
     print("ready", flush=True)
     while not select.select([sys.stdin], [], [], 0.0)[0]:
         for end in listening() - known:
             known.add(end)
-            new_ends.add(end)
             _, port = end
             connections += take_places(port)
-            poison_store(port, marker)
-    print(json.dumps(sorted(new_ends)), flush=True)
+            # It takes seconds where something else than a store listens.
+            threading.Thread(target=poison_store, args=(port, marker), daemon=True).start()
+    os._exit(0)
 
 
 if __name__ == "__main__":
