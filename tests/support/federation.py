@@ -35,7 +35,7 @@ from ddm.protocol.submission import Waiver
 from ddm.publishing.keys import load_key
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
-from silo.config import LedgerSettings, Policy, Site
+from silo.config import ImagesSettings, LedgerSettings, Policy, Site
 from silo.data.declared import facts_of
 from silo.images.source import ImageSource
 from silo.plan.waiver import write_waiver
@@ -184,7 +184,13 @@ class TinyFederation:
         root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
         site = Site(self.path / silo_id)
         invitation = read_invitation(self.federation.path / "invitation.json", root_digest)
-        setup = SiteSetup(silo_id, data, ledger=ledger or LedgerSettings())
+        setup = SiteSetup(
+            silo_id,
+            data,
+            # Several decoders would take longer to start than these images to decode.
+            images=ImagesSettings(processes=1),
+            ledger=ledger or LedgerSettings(),
+        )
         key = init_site(site, setup, invitation, PASSPHRASE)
         write_policy(site, policy or POLICY)
         make_card(site, key)

@@ -14,8 +14,9 @@ from ddm.models import build_expert
 from ddm.protocol.architecture import Mmdit, TextCondition
 from ddm.training.config import Engine
 from ddm.training.group import enter_group_environment, join_group, member_of
-from tests.ddm.training.test_loop import REPOSITORY, SHAPE, SMALL, Run, settings
+from tests.ddm.training.test_loop import SHAPE, SMALL, Run, settings
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 JOINT = Mmdit(patch=2, hidden=16, depth=2, heads=2, shared_depth=1)
 TEXT = TextCondition(dim=3, max_tokens=2)
 

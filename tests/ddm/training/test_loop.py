@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +25,11 @@ from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
 from ddm.training.objective import TrainingObjective
 from tests.support.errors import has_subject
+from tests.support.forked import fork_process, wait_for_exit
 from tests.support.threads import THREADS
 
 SMALL = Dit(patch=2, hidden=16, depth=1, heads=2)
 SHAPE = (1, 4, 4)
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def settings(**changes: object) -> Training:
@@ -93,38 +91,34 @@ def stop_at(step: int) -> Callable[[], bool]:
 LONG = {"num_steps": 120, "checkpoint_steps": 7}
 
 
-def train_until_killed(folder: str) -> None:
-    """What the child process of the kill -9 test runs."""
-    torch.set_num_threads(THREADS)
-    run = Run(Path(folder), settings(**LONG))
-    run.told = _Printing()
-    run()
+class _ReportedProgress(list[Progress]):
+    """Progress of a process that another one watches, which kills it before it finishes."""
 
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self._pipe = pipe
 
-class _Printing(list[Progress]):
     def append(self, progress: Progress) -> None:
-        print(progress.step, flush=True)
+        os.write(self._pipe, f"{progress.step}\n".encode())
         if progress.step >= 110:
-            sys.stdin.read()  # Never answered: it cannot finish before it is killed, however slow the parent is.
+            signal.pause()  # However slow the other one is, there is something to kill.
 
 
 def kill_in_mid_training(folder: Path, after_step: int) -> None:
-    code = "import sys; from tests.ddm.training.test_loop import train_until_killed; train_until_killed(sys.argv[1])"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    with child.stdin, child.stdout:
-        for line in child.stdout:
+    reader, writer = os.pipe()
+
+    def train_until_killed() -> None:
+        torch.set_num_threads(THREADS)
+        Run(folder, settings(**LONG), told=_ReportedProgress(writer))()
+
+    pid = fork_process(train_until_killed)
+    os.close(writer)
+    with os.fdopen(reader) as steps:
+        for line in steps:
             if int(line) >= after_step:
                 break
-        os.kill(child.pid, signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+        os.kill(pid, signal.SIGKILL)
+    assert wait_for_exit(pid) == -signal.SIGKILL
 
 
 def test_resumed_weights_are_byte_identical_when_the_process_was_killed_twice_in_mid_training(

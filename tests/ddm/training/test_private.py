@@ -3,8 +3,6 @@
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +36,11 @@ from ddm.training.unit_gradients import UnitSamples
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 from tests.support.errors import has_subject
+from tests.support.forked import fork_process, wait_for_exit
 from tests.support.jobs import ARCHITECTURES, NUM, RECIPE, SHAPE, SmallJob
 from tests.support.recipes import training
 from tests.support.seeded import SeededNoise
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 UNIT_N = torch.arange(NUM) // 3  # the last of 14 patients has one image
 TERMS = {"epsilon": 8.0, "delta": 1e-5, "units_per_step": 4, "images_per_unit": 2, "draws": 2}
 PAID = DpSgdMechanism(noise_multiplier=0.8, rate=4 / 14, steps=30)
@@ -178,38 +176,28 @@ def test_checkpoint_of_another_secret_is_not_gone_on_with(tmp_path: Path) -> Non
         run()
 
 
-def train_until_killed(folder: str) -> None:
-    """What the child process runs: it cannot finish before it is killed."""
-    run = SmallJob(Path(folder), task=wanted())
-    torch.set_num_threads(1)
-
-    def wait(told: object) -> None:
-        if run.progress[-1].step == 20:
-            print("now", flush=True)
-            sys.stdin.read()
-
-    run(wait)
-
-
 def test_training_that_was_killed_ends_in_the_same_bytes_with_no_second_draw(
     tmp_path: Path,
 ) -> None:
     whole = trial(tmp_path / "whole")
     killed = trial(tmp_path / "killed")
     whole()
-    code = "import sys; from tests.ddm.training.test_private import train_until_killed; train_until_killed(sys.argv[1])"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(killed.path)],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout
-    assert child.stdin
-    with child.stdout, child.stdin:
-        assert child.stdout.readline() == b"now\n"
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
+    reader, writer = os.pipe()
+
+    def train_until_killed() -> None:
+        def wait(told: object) -> None:
+            if killed.progress[-1].step == 20:
+                os.write(writer, b"now")
+                signal.pause()
+
+        killed(wait)
+
+    pid = fork_process(train_until_killed)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as message:
+        assert message.read(3) == b"now"
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for_exit(pid) == -signal.SIGKILL
     secret = killed.folder.secret.read_bytes()
     killed()
     assert killed.progress[0].step > 15, "it went on from a checkpoint"
