@@ -47,7 +47,7 @@ def holder(
             remedy="Choose a name for the key that does not end in .pub, and that no key has yet.",
         )
     key = SigningKey.generate()
-    secret = passphrase(passphrase_file, None, "New passphrase for this key", confirm=True)
+    secret = passphrase(passphrase_file, None, "New passphrase for this key", is_new=True)
     key.save(key_file, secret)
     key.public.save(public_file)
     say(f"Made {key_file}; it stays here. Give {public_file} to the federation's operator.")

@@ -63,7 +63,7 @@ def init(
     root = holders_from(root_holder, root_threshold, "--root-threshold")
     targets = holders_from(targets_holder, targets_threshold, "--targets-threshold")
     secret = passphrase(
-        passphrase_file, None, "New passphrase for the federation's keys", confirm=True
+        passphrase_file, None, "New passphrase for the federation's keys", is_new=True
     )
     missing = init_federation(federation, settings, secret, root=root, targets=targets)
     if missing:

@@ -8,18 +8,12 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    KeySerializationEncryption,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ddm.errors import PassphraseError, SetupError
+from ddm.errors import SetupError
 from ddm.io.files import require_file, write_atomic
+from ddm.trust.key_files import encrypt_private_key, open_private_key
 
 _LIFETIME = timedelta(days=3653)
 # Other machines' clocks may be behind.
@@ -28,7 +22,7 @@ _LOCAL_HOSTS = ("127.0.0.1", "localhost")
 _FILES = ("ca.pem", "ca.key", "server.pem", "server.key")
 
 
-def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = None) -> bytes:
+def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes) -> bytes:
     """Make a certificate authority and a server certificate, P-256, valid for ten years.
 
     Args:
@@ -56,11 +50,8 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
     ca = _make_authority(ca_key)
     server = _make_server_certificate(server_key, ca, ca_key, _alternative_names(hosts))
     # Only `rotate tls` needs the authority's key; a thief of the running server must not get it with the server's.
-    ca_encryption: KeySerializationEncryption = NoEncryption()
-    if passphrase:
-        ca_encryption = BestAvailableEncryption(passphrase)
-    _write_key(folder / "ca.key", ca_key, ca_encryption)
-    _write_key(folder / "server.key", server_key, NoEncryption())
+    _write_key(folder / "ca.key", encrypt_private_key(ca_key, passphrase))
+    _write_key(folder / "server.key", _plain_pem(server_key))
     write_atomic(folder / "server.pem", server.public_bytes(Encoding.PEM))
     ca_pem = ca.public_bytes(Encoding.PEM)
     write_atomic(folder / "ca.pem", ca_pem)
@@ -84,14 +75,7 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
         "the authority's key",
         "Bring it back from offline storage for this command.",
     )
-    try:
-        ca_key = load_pem_private_key((folder / "ca.key").read_bytes(), passphrase)
-    except (ValueError, TypeError) as error:
-        raise PassphraseError(
-            "ca.key",
-            expected="the passphrase of this key",
-            got="a passphrase that does not open it",
-        ) from error
+    ca_key = open_private_key(folder / "ca.key", passphrase)
     ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     # The same names, or silos would reach a server whose certificate is for another host.
@@ -107,7 +91,7 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
     # of them.
     key = ec.generate_private_key(ec.SECP256R1())
     into.mkdir(parents=True)
-    _write_key(into / "server.key", key, NoEncryption())
+    _write_key(into / "server.key", _plain_pem(key))
     certificate = _make_server_certificate(key, ca, ca_key, names)
     write_atomic(into / "server.pem", certificate.public_bytes(Encoding.PEM))
 
@@ -196,9 +180,10 @@ def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _write_key(
-    path: Path, key: ec.EllipticCurvePrivateKey, encryption: KeySerializationEncryption
-) -> None:
-    data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+def _plain_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write_key(path: Path, data: bytes) -> None:
     # The authority's key cannot be made again: without it, every silo needs a new invitation.
     write_atomic(path, data, mode=0o600, overwrite=False)

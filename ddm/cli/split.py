@@ -55,7 +55,7 @@ def split(
     for remark in dataset.remarks():
         say(f"Data: {remark}")
     # Asked for before the minutes that fitting takes.
-    secret = passphrase(passphrase_file, None, OWN_KEYS, confirm=True)
+    secret = passphrase(passphrase_file, None, OWN_KEYS, is_new=True)
     num_images = len(dataset.images)
     num_fitted = min(num_images, islands_recipe.owner.fit_images)
     say(

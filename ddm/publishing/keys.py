@@ -3,20 +3,15 @@
 from collections.abc import Iterator, Mapping
 
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ddm.errors import PassphraseError, SetupError
+from ddm.errors import SetupError
 from ddm.io.changes import Change
-from ddm.io.files import read_bounded, write_atomic
+from ddm.io.files import write_atomic
 from ddm.publishing.folder import PublisherFolder
 from ddm.trust.drafts import Holders, holders_of, log_key_of
-from ddm.trust.keys import MAX_KEY_FILE_BYTES, PublicKey, SigningKey
+from ddm.trust.key_files import encrypt_private_key, open_private_key
+from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.log.entries import KeyChanged, LoggedKey
 from ddm.trust.log.note import VerifierKey
 from ddm.trust.repository import Repository
@@ -37,10 +32,7 @@ def make_model_signing_key(change: Change, passphrase: bytes) -> None:
     """Make a new P-256 key that signs `model.sig` once this change is in force."""
     key = ec.generate_private_key(ec.SECP256R1())
     # A key that is not Ed25519, unlike the others: the OpenSSF model signature asks for it.
-    encrypted = key.private_bytes(
-        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(passphrase)
-    )
-    write_atomic(change.put(MODEL_KEY), encrypted, mode=0o600)
+    write_atomic(change.put(MODEL_KEY), encrypt_private_key(key, passphrase), mode=0o600)
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     write_atomic(change.put(MODEL_PUBLIC), public)
 
@@ -66,22 +58,13 @@ def load_model_signing_key(
         SetupError: not a P-256 key.
     """
     path = publisher.path / MODEL_KEY
-    data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
-    try:
-        # An empty passphrase would be taken for none, which opens only unencrypted keys, with a TypeError.
-        key = load_pem_private_key(data, passphrase or b"\0")
-    except (ValueError, TypeError) as error:
-        raise PassphraseError(
-            path.name,
-            expected="the passphrase of this key",
-            got="a passphrase that does not open it",
-        ) from error
+    key = open_private_key(path, passphrase)
     # Tools that verify `model.sig` expect ECDSA over P-256.
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
         raise SetupError(
             path.name,
             expected="a P-256 key",
-            got=type(key).__name__,
+            got="a key of another algorithm",
             remedy="Restore keys/model-signing.key from backup, or make a new one: "
             "aggregator rotate FED model-signing.",
         )

@@ -20,6 +20,8 @@ import typer
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError, SetupError
 from ddm.system.escape import escape_control
 from ddm.system.logs import LogOptions, start_logging
+from ddm.system.passphrases import ADVICE, require_strong
+from ddm.system.secrecy import forbid_core_dumps
 from ddm.system.signals import interrupted_by_sigterm
 
 EXIT_INTERRUPTED = 130
@@ -76,6 +78,8 @@ def new_app(help_text: str) -> typer.Typer:
 
 def run_app(app: typer.Typer, args: Sequence[str] | None = None) -> NoReturn:
     """Run a group of commands and leave with a documented exit code; a stack trace never reaches the operator."""
+    # A command may hold keys and private images.
+    forbid_core_dumps()
     start_logging(LogOptions.from_environment())
     with interrupted_by_sigterm() as came:
         code = _run(app, args, came)
@@ -164,61 +168,62 @@ def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
 
 
 def passphrase(
-    path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False
+    path: Path | None, configured: str | None, prompt: str, *, is_new: bool = False
 ) -> bytes:
     """Read a passphrase: from the file given, else from the configured file, else by asking; `-` is standard input.
 
+    Args:
+        path: the file that the command line names.
+        configured: the file that the configuration names.
+        prompt: what to ask.
+        is_new: whether it will encrypt new keys: it must be strong enough then, and a person types it twice.
+
     Raises:
         MissingFileError: there is no such file.
-        PassphraseError: nothing to read, or nobody to ask.
+        PassphraseError: nothing to read, nobody to ask, two different answers, or a new one that is weak.
     """
     # An option of the command line counts before the configuration.
     source = path
     if source is None and configured:
         source = Path(configured)
-    if source is not None and str(source) == "-":
-        line = sys.stdin.readline().rstrip("\n")
-        if not line:
-            raise PassphraseError(
-                "standard input", expected="a passphrase on one line", got="no input"
-            )
-        return line.encode()
-    if source is not None and (source.is_dir() or not source.exists()):
-        remedy = "Name the right file with --passphrase-file."
-        if path is None:
-            remedy = "Name the right file with --passphrase-file, or in the configuration."
-        raise MissingFileError(
-            str(source),
-            expected="a passphrase file",
-            got="a folder" if source.is_dir() else "no such file",
-            remedy=remedy,
-        )
-    return read_passphrase(source, prompt, confirm=confirm)
-
-
-def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> bytes:
-    """Read a passphrase: the first line of `file`, or by asking at the terminal.
-
-    Args:
-        file: holds the passphrase; None asks for it.
-        prompt: what to ask.
-        confirm: ask twice, for a new passphrase.
-
-    Raises:
-        MissingFileError: there is no such file.
-        PassphraseError: it is empty, the two answers differ, or nobody can be asked.
-    """
-    if file is not None:
-        if not file.exists():
-            raise MissingFileError(str(file), expected="a passphrase file", got="no such file")
-        # Not `read_bounded`: a pipe, as shells make for <(...), is a fine place for a passphrase.
-        with file.open("rb") as handle:
-            answer = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
+    if source is None:
+        answer = _ask_passphrase(prompt, is_new)
+        subject = prompt
+    elif str(source) == "-":
+        subject = "standard input"
+        answer = sys.stdin.readline().rstrip("\n").encode()
         if not answer:
-            raise PassphraseError(
-                file.name, expected="a passphrase on the first line", got="an empty line"
+            raise PassphraseError(subject, expected="a passphrase on one line", got="no input")
+    else:
+        subject = source.name
+        if source.is_dir() or not source.exists():
+            remedy = "Name the right file with --passphrase-file."
+            if path is None:
+                remedy = "Name the right file with --passphrase-file, or in the configuration."
+            raise MissingFileError(
+                str(source),
+                expected="a passphrase file",
+                got="a folder" if source.is_dir() else "no such file",
+                remedy=remedy,
             )
-        return answer
+        answer = _first_line(source)
+    if is_new:
+        require_strong(answer, subject)
+    return answer
+
+
+def _first_line(file: Path) -> bytes:
+    # Not `read_bounded`: a pipe, as shells make for <(...), is a fine place for a passphrase.
+    with file.open("rb") as handle:
+        line = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
+    if not line:
+        raise PassphraseError(
+            file.name, expected="a passphrase on the first line", got="an empty line"
+        )
+    return line
+
+
+def _ask_passphrase(prompt: str, is_new: bool) -> bytes:
     if not sys.stdin.isatty():
         raise PassphraseError(
             prompt,
@@ -226,10 +231,13 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
             got="a standard input that is none",
             remedy="Give the passphrase with --passphrase-file.",
         )
-    answer = getpass.getpass(f"{prompt}: ").encode()
+    question = prompt
+    if is_new:
+        question = f"{prompt} ({ADVICE})"
+    answer = getpass.getpass(f"{question}: ").encode()
     if not answer:
         raise PassphraseError(prompt, expected="a passphrase", got="an empty answer")
-    if confirm and getpass.getpass(f"{prompt} (again): ").encode() != answer:
+    if is_new and getpass.getpass(f"{prompt} (again): ").encode() != answer:
         raise PassphraseError(
             prompt, expected="the same passphrase twice", got="two different passphrases"
         )

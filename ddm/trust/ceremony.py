@@ -193,7 +193,7 @@ def describe_request(request: SigningRequest) -> str:
     lines = [
         f"{request.role}, version {document.version} ({replaces}), valid until {document.expires:%Y-%m-%d}",
         f"sha256 of the bytes to sign: {sha256_hex(request.payload.encode())}",
-        f"The sender says that it is for: {_on_one_line(request.purpose)}",
+        f"The sender says that it is for: {request.purpose}",
         "",
         *_describe_roles(_role_terms(document), old_roles),
         *_describe_log_key(document, before),

@@ -10,21 +10,14 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from securesystemslib.signer import Key, SSlibKey
 
-from ddm.errors import DocumentError, PassphraseError, SetupError, SignatureError
+from ddm.errors import DocumentError, SetupError, SignatureError
 from ddm.io.files import read_bounded, write_atomic
+from ddm.trust.key_files import MAX_KEY_FILE_BYTES, encrypt_private_key, open_private_key
 
-MAX_KEY_FILE_BYTES = 16 * 1024
 _PREFIX = "ed25519:"
-_PEM_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 
 
 @dataclass(frozen=True)
@@ -119,28 +112,9 @@ class SigningKey:
             PassphraseError: the passphrase does not open it.
             SetupError: it is not an encrypted Ed25519 key.
         """
-        # Links are followed, since secret stores mount keys as symbolic links.
-        data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
-        expected = "an encrypted PKCS8 Ed25519 key"
-        # A key that is not encrypted is refused, or somebody could copy it with the folder.
-        if not data.startswith(_PEM_LABEL):
-            got = "a file without a private key"
-            if b"PRIVATE KEY-----" in data[:64]:
-                got = "a private key in another format"
-            raise SetupError(
-                path.name, expected=expected, got=got, remedy="Restore the key's file from backup."
-            )
-        try:
-            # With an empty passphrase the library raises another error, which would not name the passphrase.
-            private = load_pem_private_key(data, passphrase or b"\0")
-        except (ValueError, TypeError) as error:
-            raise PassphraseError(
-                path.name,
-                expected="the passphrase of this key",
-                got="a passphrase that does not open it",
-            ) from error
+        private = open_private_key(path, passphrase)
         if not isinstance(private, Ed25519PrivateKey):
-            raise SetupError(path.name, expected=expected, got="a key of another algorithm")
+            raise SetupError(path.name, expected="an Ed25519 key", got="a key of another algorithm")
         return cls(private)
 
     def derive(self, name: str) -> Self:
@@ -157,10 +131,7 @@ class SigningKey:
             PassphraseError: the passphrase is empty.
             SetupError: there is a file already.
         """
-        if not passphrase:
-            raise PassphraseError(path.name, expected="a passphrase", got="an empty passphrase")
-        encryption = BestAvailableEncryption(passphrase)
-        data = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+        data = encrypt_private_key(self._private, passphrase)
         # Overwriting a key would make everything that only it can sign impossible for ever.
         try:
             write_atomic(path, data, mode=0o600, overwrite=False)

@@ -81,7 +81,7 @@ def init(
     for remark in look.remarks:
         say(f"- {remark}")
     # Asked for after the look at the images, which may take long and may end in an error.
-    secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
+    secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", is_new=True)
     setup = SiteSetup(
         silo_id,
         data,

@@ -67,7 +67,7 @@ def test_proxy_is_the_one_that_flowers_client_takes() -> None:
 def test_each_failure_of_a_real_proxy_says_what_to_do_and_that_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    make_tls(tmp_path / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     server = TlsServer(tmp_path / "tls")
     ca = tmp_path / "tls" / "ca.pem"
     address = f"127.0.0.1:{server.port}"

@@ -60,7 +60,7 @@ SIGNERS = {}
 
 
 def make_federation(fed):
-    make_tls(fed / "tls", ["127.0.0.1"])
+    make_tls(fed / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     SIGNERS[fed] = Signer(fed / "tuf")
     SIGNERS[fed].sign(
         fed / "plans" / PLAN / "bundle", PLAN, {"plan/centroids.safetensors": os.urandom(400_000)}

@@ -33,7 +33,7 @@ def write_random(path: Path, num_bytes: int) -> None:
 
 def make_federation(fed: Path) -> None:
     """Make certificates, and a placeholder bundle for `PLAN`."""
-    make_tls(fed / "tls", ["127.0.0.1"])
+    make_tls(fed / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     bundle = fed / "plans" / PLAN / "bundle"
     (bundle / "metadata").mkdir(parents=True)
     (bundle / "targets" / PLAN).mkdir(parents=True)

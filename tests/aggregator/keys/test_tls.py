@@ -37,19 +37,19 @@ def handshake(server_folder, ca_path, host):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "fed.example.org", "192.0.2.7"])
 def test_server_is_trusted_when_reached_by_a_listed_host(tmp_path, host):
-    make_tls(tmp_path, ["fed.example.org", "192.0.2.7"])
+    make_tls(tmp_path, ["fed.example.org", "192.0.2.7"], passphrase=b"correct horse")
     assert handshake(tmp_path, tmp_path / "ca.pem", host) == "TLSv1.3"
 
 
 def test_server_is_refused_when_reached_by_another_host(tmp_path):
-    make_tls(tmp_path, ["fed.example.org"])
+    make_tls(tmp_path, ["fed.example.org"], passphrase=b"correct horse")
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(tmp_path, tmp_path / "ca.pem", "evil.example.org")
 
 
 def test_server_is_refused_when_another_authority_signed_it(tmp_path):
-    make_tls(tmp_path / "a", [])
-    make_tls(tmp_path / "b", [])
+    make_tls(tmp_path / "a", [], passphrase=b"correct horse")
+    make_tls(tmp_path / "b", [], passphrase=b"correct horse")
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(tmp_path / "a", tmp_path / "b" / "ca.pem", "localhost")
 
@@ -67,7 +67,7 @@ def test_keys_are_private_and_certificates_last_ten_years_when_made(tmp_path):
 
 
 def test_existing_files_are_kept_when_made_again(tmp_path):
-    pem = make_tls(tmp_path, [])
+    pem = make_tls(tmp_path, [], passphrase=b"correct horse")
     with pytest.raises(SetupError):
-        make_tls(tmp_path, [])
+        make_tls(tmp_path, [], passphrase=b"correct horse")
     assert (tmp_path / "ca.pem").read_bytes() == pem

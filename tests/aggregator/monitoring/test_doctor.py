@@ -78,7 +78,7 @@ def test_command_ends_with_3_and_says_what_to_do_when_something_is_wrong(fed: Fe
 
 def replace_server_certificate(fed: Federation) -> None:
     shutil.rmtree(fed.path / "tls")
-    make_tls(fed.path / "tls", ["elsewhere.example"])
+    make_tls(fed.path / "tls", ["elsewhere.example"], passphrase=b"correct horse")
 
 
 def certificate_for_another_host(fed: Federation) -> None:

@@ -181,7 +181,7 @@ def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NginxProxy]:
     # A name that a careless configuration would read as syntax.
     fed = tmp_path_factory.mktemp("a fed; with $odd {name}")
-    make_tls(fed / "tls", ["127.0.0.1"])
+    make_tls(fed / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     with upstream_of(fed / "tls") as upstream, proxy_of(fed, upstream) as proxy:
         yield proxy
 
@@ -302,7 +302,7 @@ def test_plaintext_is_refused(door: NginxProxy) -> None:
 def test_client_refuses_the_server_when_it_trusts_another_authority(
     door: NginxProxy, tmp_path: Path
 ) -> None:
-    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    make_tls(tmp_path / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     context = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.pem"))
     with (
         socket.create_connection(("127.0.0.1", door.port), timeout=LIMIT_S) as plain,
@@ -315,7 +315,7 @@ def test_client_refuses_the_server_when_it_trusts_another_authority(
 @needs_nginx
 def test_proxy_refuses_a_server_behind_it_that_another_authority_signed(tmp_path: Path) -> None:
     for name in ("fed", "other"):
-        make_tls(tmp_path / name / "tls", ["127.0.0.1"])
+        make_tls(tmp_path / name / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     with (
         upstream_of(tmp_path / "other" / "tls") as foreign,
         proxy_of(tmp_path / "fed", foreign) as door,
@@ -388,7 +388,7 @@ def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:
 
 @pytest.fixture
 def hasty(tmp_path: Path) -> Iterator[NginxProxy]:
-    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    make_tls(tmp_path / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     with upstream_of(tmp_path / "tls") as upstream, proxy_of(tmp_path, upstream, HASTY) as proxy:
         yield proxy
 
@@ -478,7 +478,7 @@ def test_nothing_is_written_outside_the_federation(door: NginxProxy) -> None:
 
 @needs_nginx
 def test_configuration_that_nginx_does_not_accept_is_refused(tmp_path: Path) -> None:
-    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    make_tls(tmp_path / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     nginx = find_nginx()
     assert nginx
     with pytest.raises(SetupError, match="no_such_directive"):
@@ -518,7 +518,7 @@ def test_port_stays_closed_to_a_network_where_nginx_is_missing(
 
 
 def test_server_that_accepts_and_says_nothing_does_not_count_as_answering(tmp_path: Path) -> None:
-    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    make_tls(tmp_path / "tls", ["127.0.0.1"], passphrase=b"correct horse")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not answers(
             "127.0.0.1", silent.getsockname()[1], tmp_path / "tls" / "ca.pem", timeout_s=0.2

@@ -1,8 +1,11 @@
 import hashlib
+import io
 import os
+import secrets
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,9 +19,10 @@ from securesystemslib.exceptions import UnverifiedSignatureError
 from securesystemslib.signer import Signature
 
 from ddm.errors import DocumentError, MissingFileError, PassphraseError, SetupError, SignatureError
-from ddm.system.console import read_passphrase
+from ddm.system.console import passphrase
 from ddm.trust.keys import PublicKey, SigningKey, parse_fingerprint
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 
 def test_key_signs_the_same_after_a_round_trip_through_its_file(tmp_path):
@@ -125,34 +129,72 @@ def test_tuf_key_takes_our_signatures_and_no_other():
 
 def test_passphrase_is_the_first_line_of_its_file(tmp_path):
     (tmp_path / "pass").write_bytes(b"correct horse \r\nsecond line")
-    assert read_passphrase(tmp_path / "pass", "Key") == b"correct horse "
+    assert passphrase(tmp_path / "pass", None, "Key") == b"correct horse "
 
 
 def test_passphrase_refused_when_its_file_is_missing_or_empty(tmp_path):
     with pytest.raises(MissingFileError):
-        read_passphrase(tmp_path / "pass", "Key")
+        passphrase(tmp_path / "pass", None, "Key")
     (tmp_path / "pass").write_bytes(b"\nsecond")
     with pytest.raises(PassphraseError):
-        read_passphrase(tmp_path / "pass", "Key")
+        passphrase(tmp_path / "pass", None, "Key")
 
 
 def test_passphrase_names_the_option_when_nobody_can_be_asked(monkeypatch):
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115, PTH123
     with pytest.raises(PassphraseError) as error:
-        read_passphrase(None, "Key")
+        passphrase(None, None, "Key")
     assert "--passphrase-file" in error.value.remedy
     sys.stdin.close()
 
 
 def test_passphrase_refused_when_the_two_answers_differ_or_are_empty(monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    answers = iter(["one", "two", "", "same", "same"])
-    monkeypatch.setattr("getpass.getpass", lambda prompt: next(answers))
+    answers = iter(["one", "two", "", "correct horse", "correct horse"])
+    prompts = []
+
+    def answer(prompt):
+        prompts.append(prompt)
+        return next(answers)
+
+    monkeypatch.setattr("getpass.getpass", answer)
     with pytest.raises(PassphraseError):
-        read_passphrase(None, "Key", confirm=True)
+        passphrase(None, None, "Key", is_new=True)
     with pytest.raises(PassphraseError):
-        read_passphrase(None, "Key", confirm=True)
-    assert read_passphrase(None, "Key", confirm=True) == b"same"
+        passphrase(None, None, "Key", is_new=True)
+    assert passphrase(None, None, "Key", is_new=True) == b"correct horse"
+    assert "12 characters" in prompts[0], "the rule is said before a person chooses"
+
+
+def test_new_passphrase_is_refused_when_it_is_short_or_repeats_itself(tmp_path, monkeypatch):
+    weak_passphrases = [
+        b"abc",
+        b"correcthors",
+        b"aaaaaaaaaaaaaaaaaaaa",
+        b"abcabcabcabcabcabc",
+        b"123456789012345678",
+        b"passwordpassword",
+        b"password123456789",
+        "\u00e4\u00f6\u00fc".encode() * 2,
+    ]
+    for weak in weak_passphrases:
+        (tmp_path / "pass").write_bytes(weak)
+        with case(weak=weak):
+            with pytest.raises(PassphraseError, check=has_subject("pass")):
+                passphrase(tmp_path / "pass", None, "Key", is_new=True)
+            # Keys that somebody has already still open.
+            assert passphrase(tmp_path / "pass", None, "Key") == weak
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
+    with pytest.raises(PassphraseError, check=has_subject("standard input")):
+        passphrase(Path("-"), None, "Key", is_new=True)
+
+
+def test_new_passphrase_is_taken_when_a_machine_drew_it_or_it_is_four_words(tmp_path):
+    strong_passphrases = [secrets.token_urlsafe(18).encode() for _ in range(100)]
+    strong_passphrases += [secrets.token_hex(16).encode() for _ in range(100)]
+    for strong in [*strong_passphrases, b"lamp orbit tulip gravel"]:
+        (tmp_path / "pass").write_bytes(strong + b"\n")
+        assert passphrase(tmp_path / "pass", None, "Key", is_new=True) == strong
 
 
 def test_trust_package_loads_neither_torch_nor_flwr():

@@ -30,7 +30,7 @@ def server(folder: Path, date: str | None) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    make_tls(folder, ["127.0.0.1"])
+    make_tls(folder, ["127.0.0.1"], passphrase=b"correct horse")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as served:

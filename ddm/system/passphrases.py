@@ -1,0 +1,39 @@
+"""Which new passphrases are strong enough to protect a key whose encrypted file somebody copied."""
+
+from ddm.errors import PassphraseError
+
+MIN_CHARACTERS = 12
+_MIN_COUNTED = 10
+ADVICE = f"at least {MIN_CHARACTERS} characters, for example four random words"
+
+
+def require_strong(passphrase: bytes, subject: str) -> None:
+    """Check that a new passphrase is long and varied enough.
+
+    A character counts unless it repeats or follows the one before it, as in ``aaa`` and ``123``, or stands behind the
+    same character as once before, as in ``abcabc``. Words of a dictionary are not looked up.
+
+    Raises:
+        PassphraseError: it is not.
+    """
+    text = passphrase.decode("utf-8", "replace")
+    if len(text) < MIN_CHARACTERS:
+        got = "a shorter one"
+    elif _num_counted(text) < _MIN_COUNTED:
+        got = "one that repeats itself or counts on, such as aaa, 123 or abcabc"
+    else:
+        return
+    raise PassphraseError(
+        subject,
+        expected=f"a new passphrase of {ADVICE}",
+        got=got,
+        remedy="Choose four random words, or make a passphrase with: openssl rand -base64 18",
+    )
+
+
+def _num_counted(text: str) -> int:
+    pairs = set()
+    for before, after in zip(text, text[1:], strict=False):
+        if abs(ord(after) - ord(before)) > 1:
+            pairs.add((before, after))
+    return 1 + len(pairs)
