@@ -127,7 +127,7 @@ def _bound() -> None:
         resource.RLIMIT_AS: _MEMORY_BYTES,
         resource.RLIMIT_CPU: _SECONDS,
         resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # also where dumps go through a pipe, see `ddm.system.secrecy`
     }
     for kind, bound in bounds.items():
         _, limit = resource.getrlimit(kind)

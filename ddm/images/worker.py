@@ -22,6 +22,7 @@ from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.record import PictureRecord, fingerprint, record_of
 from ddm.system.guard import end_with_parent
+from ddm.system.secrecy import forbid_core_dumps
 
 HEADER = struct.Struct(">IQ")  # length in bytes of an answer's JSON, and of the values after it
 READY = b'{"ready": true}'
@@ -44,7 +45,7 @@ def set_bounds(limits: DecodeLimits) -> None:
     """Bound this process: its address space; no file written; no core dump, which would hold pixels."""
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    forbid_core_dumps()
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:

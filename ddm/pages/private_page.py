@@ -1,7 +1,7 @@
 """A page for one person at this machine: its address holds a random token, and only the page itself changes anything.
 
-It listens on loopback, at a free port. No other user of the machine knows the token; a request that changes anything
-must come from the page itself, by its Origin. Nothing is kept in a cache.
+It listens on loopback, at a free port. No other user of the machine knows the token, or takes up more than some of the
+connections; a request that changes anything must come from the page itself, by its Origin. Nothing is kept in a cache.
 """
 
 import hmac

@@ -6,7 +6,9 @@ and is refused, answers allow no other origin, and nothing of them is kept in a 
 
 import asyncio
 import ipaddress
+import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,9 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ddm.errors import BusyError
+from ddm.system.peers import user_of
 
 _MAX_CONNECTIONS = 32
+# Connections of others than this process's own user: of one user or address, and of all of them. A browser opens six.
+_MAX_OF_ONE_PEER = 8
+_MAX_OF_PEERS = 16
 CONNECTION_S = 10.0
+# A browser on the same machine sends its request within milliseconds of connecting.
+_HEAD_S = 3.0
 _MAX_HEAD_BYTES = 8192
 # No other site can frame the page, embed its answers or learn its address, and the browser stores none of them.
 _HEADERS = {
@@ -68,8 +76,12 @@ def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Serve
     """
     config = uvicorn.Config(
         app,
-        # uvicorn makes the protocol itself, so that the limit is an attribute of a class.
-        http=type("LimitedProtocol", (BriefProtocol,), {"connection_s": connection_s}),
+        # uvicorn makes the protocol itself, so that the limits are attributes of a class.
+        http=type(
+            "LimitedProtocol",
+            (BriefProtocol,),
+            {"connection_s": connection_s, "places": PlacesForPeers()},
+        ),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -98,15 +110,86 @@ def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
         serving.close()
 
 
+class PlacesForPeers:
+    """Counts the connections of others than this process's own user, so that nobody keeps the user from the page.
+
+    The attack: another user of the machine opens connections, sends nothing on them, and the server answers everybody
+    else that it is busy. Others are not refused altogether, since the page may be read through an SSH tunnel, whose end
+    on this machine is a process of whoever logged in; the page's secret address is what keeps others out.
+    """
+
+    def __init__(self) -> None:
+        self._num_by_peer: Counter[str] = Counter()
+
+    def take(self, peer: str) -> bool:
+        """Return whether there was a place for one more connection of a peer, and count it if so."""
+        if self._num_by_peer[peer] >= _MAX_OF_ONE_PEER:
+            return False
+        if self._num_by_peer.total() >= _MAX_OF_PEERS:
+            return False
+        self._num_by_peer[peer] += 1
+        return True
+
+    def free(self, peer: str) -> None:
+        """Count one connection less."""
+        self._num_by_peer[peer] -= 1
+        if self._num_by_peer[peer] == 0:
+            del self._num_by_peer[peer]
+
+
 class BriefProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit on each connection, so that slow clients cannot hold connections open."""
+    """HTTP/1.1 with limits on each connection, so that slow or many clients cannot keep others from the page.
+
+    Attributes:
+        connection_s: most seconds of a connection.
+        places: counts the connections of this server.
+    """
 
     connection_s = CONNECTION_S
+    places = PlacesForPeers()
+    # Which peer this connection has a place for; None for the own user's.
+    _peer: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection and schedule its end."""
+        """Accept the connection, or end it if its peer has too many, and schedule its end."""
         super().connection_made(transport)
+        peer = _peer_of(transport)
+        if peer is not None:
+            if not self.places.take(peer):
+                # Not counted until its end either: who opens connections faster than they end would fill the server.
+                self.connections.discard(self)
+                transport.abort()
+                return
+            self._peer = peer
+        self.loop.call_later(_HEAD_S, self._abort_without_request, transport)
         self.loop.call_later(self.connection_s, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give the connection's place to others."""
+        super().connection_lost(exc)
+        if self._peer is not None:
+            self.places.free(self._peer)
+            self._peer = None
+
+    def _abort_without_request(self, transport: asyncio.Transport) -> None:
+        # uvicorn makes the cycle of request and answer once it has all headers.
+        if self.cycle is None:
+            transport.abort()
+
+
+def _peer_of(transport: asyncio.Transport) -> str | None:
+    """Return who has the other end of a connection: another user, else an address; None for this process's own user."""
+    client = transport.get_extra_info("peername")
+    server = transport.get_extra_info("sockname")
+    # A connection that was closed at once has no addresses any more.
+    if not client or not server:
+        return "nobody"
+    user = user_of((client[0], client[1]), (server[0], server[1]))
+    if user == os.geteuid():
+        return None
+    if user is not None:
+        return f"user {user}"
+    return f"address {client[0]}"
 
 
 class HostFilter:
