@@ -8,7 +8,8 @@ How the file is written, verified and repaired: `ddm.io.chain`.
 import os
 import pwd
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -17,6 +18,7 @@ from ddm.errors import DecisionLogError
 from ddm.io import chain
 from ddm.protocol.base import (
     Digest,
+    LocalText,
     Model,
     NaturalInt,
     PlanId,
@@ -32,6 +34,8 @@ MAX_RECORDS = 16384
 _MAX_NAME_CHARACTERS = 64
 _MAX_VALUE_CHARACTERS = 120
 _NO_VALUE = "(none)"
+_LOGIN_USER_ID = Path("/proc/self/loginuid")
+_NO_LOGIN = 2**32 - 1  # -1 as the kernel writes it
 
 
 class PlanAccepted(Model):
@@ -95,7 +99,7 @@ class PolicyChanged(Model):
 
     kind: Literal["policy"] = "policy"
     policy_digest: Digest
-    values: Annotated[dict[ShortText, ShortText], Field(max_length=64)]
+    values: Annotated[dict[LocalText, LocalText], Field(max_length=64)]
 
 
 class KeyRotated(Model):
@@ -249,18 +253,37 @@ class DecisionLog:
 
 
 def current_user() -> str:
-    """Return the user whose process this is, as the machine knows them; with sudo, also who called it."""
-    uid = os.getuid()
-    name = f"uid {uid}"
-    with suppress(KeyError):
-        user_name = pwd.getpwuid(uid).pw_name
-        name = f"{user_name[:_MAX_NAME_CHARACTERS]} ({name})"
-    # A hint and no proof, since the caller sets the environment; the user id is the kernel's word.
-    sudo_user = os.environ.get("SUDO_USER", "")
-    if sudo_user and sudo_user != "root":
-        name += f", asked by {sudo_user[:_MAX_NAME_CHARACTERS]}"
-    # The environment is text of whoever calls: an escape sequence in it could change what a terminal shows.
-    return escape_control(name, one_line=True)
+    """Return the user whose process this is, and whoever logged in, where that is another user and the kernel knows.
+
+    The environment is not asked: whoever starts the program sets SUDO_USER as they like. The kernel's login user id is
+    set when a person logs in, `sudo` and `su` keep it, and only root can change it afterwards (pam_loginuid(8)).
+    """
+    user_id = os.getuid()
+    text = _describe_user(user_id)
+    login_id = _login_user_id()
+    if login_id is not None and login_id != user_id:
+        text += f", logged in as {_describe_user(login_id)}"
+    # Names of users may come from a directory that others fill.
+    return escape_control(text, one_line=True)
+
+
+def _describe_user(user_id: int) -> str:
+    try:
+        name = pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return f"uid {user_id}"
+    return f"{name[:_MAX_NAME_CHARACTERS]} (uid {user_id})"
+
+
+def _login_user_id() -> int | None:
+    """Return the user id with which somebody logged in; None for a service, or without such a kernel."""
+    try:
+        login_id = int(_LOGIN_USER_ID.read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+    if login_id == _NO_LOGIN:
+        return None
+    return login_id
 
 
 def describe_decisions(entries: tuple[Entry, ...]) -> list[tuple[str, str, str]]:

@@ -127,11 +127,36 @@ def test_approval_given_again_is_a_second_one_only_after_training_again(site: Si
     assert kinds(site) == ["approved", "paused", "retrained", "approved"]
 
 
-def test_user_behind_sudo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUDO_USER", "ward\x1b[2J")
-    assert current_user().endswith("asked by ward\\x1b[2J")
-    monkeypatch.setenv("SUDO_USER", "root")
-    assert "asked" not in current_user()
+def user_in_record(login_id: int | None = None) -> str:
+    """What a process writes down about its user, whose environment lies; after a login as that user id."""
+    program = "from silo.decisions import current_user\nprint(current_user())"
+    if login_id is not None:
+        login = f"import pathlib\npathlib.Path('/proc/self/loginuid').write_text('{login_id}')\n"
+        program = login + program
+    environment = os.environ | {"SUDO_USER": "ward", "SUDO_UID": "4321", "LOGNAME": "ward"}
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if login_id is not None and "PermissionError" in finished.stderr:
+        pytest.skip("this kernel, or a login before, lets nobody set the login user id")
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
+
+
+def test_user_that_the_environment_names_is_not_written_down() -> None:
+    user = user_in_record()
+    assert f"uid {os.getuid()}" in user
+    assert "ward" not in user and "4321" not in user
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows who logged in")
+def test_user_who_logged_in_is_named_as_the_kernel_knows_them() -> None:
+    user = user_in_record(54321)
+    assert user.endswith("logged in as uid 54321") and "ward" not in user
 
 
 def edited(old: bytes, new: bytes) -> Callable[[Path], None]:
