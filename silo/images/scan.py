@@ -24,6 +24,7 @@ from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
 from ddm.io.files import replacing, write_atomic
+from ddm.io.spreadsheet import quote_cell
 from silo.images.decisions import Decisions
 from silo.images.memory import PendingFile, RememberedFile, ScanMemory
 from silo.images.scanned_image import ScannedImage
@@ -352,7 +353,7 @@ def _write_look_alikes(source: ImageSource, summary: Summary) -> None:
             identifier = patient
             if image.row is not None and image.row.patient:
                 identifier = image.row.patient
-            rows.writerow((number, identifier, image.path))
+            rows.writerow((number, quote_cell(identifier), quote_cell(image.path)))
     write_atomic(path, text.getvalue().encode("utf-8", "surrogateescape"), mode=0o600)
 
 
@@ -367,7 +368,7 @@ class QuarantineFile:
     def add(self, image: ScannedImage, reason: str, detail: str) -> None:
         """Add a picture, or a file that gives none."""
         # None is written as an empty cell.
-        self._rows.writerow((image.path, image.place, reason, detail))
+        self._rows.writerow((quote_cell(image.path), image.place, reason, quote_cell(detail)))
 
     def close(self) -> None:
         """Write the rest; the file stays open."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded, write_atomic
+from ddm.io.spreadsheet import quote_cell, unquote_cell
 
 FILE = "preview.csv"  # in the private folder
 _COLUMNS = ("number", "path", "image", "pixels")
@@ -42,7 +43,7 @@ def write_index(pictures: Sequence[SheetPicture], *paths: Path) -> None:
     rows = csv.writer(text)
     rows.writerow(_COLUMNS)
     for number, picture in enumerate(pictures, 1):
-        rows.writerow((number, picture.path, picture.place, picture.pixels))
+        rows.writerow((number, quote_cell(picture.path), picture.place, picture.pixels))
     for path in paths:
         write_atomic(path, text.getvalue().encode("utf-8", "surrogateescape"), mode=0o600)
 
@@ -62,7 +63,10 @@ def read_index(folder: Path) -> list[SheetPicture]:
     text = read_bounded(path, _MAX_BYTES).decode("utf-8", "surrogateescape")
     rows = csv.DictReader(StringIO(text, newline=""))
     try:
-        return [SheetPicture(row["path"], int(row["image"]), row["pixels"]) for row in rows]
+        return [
+            SheetPicture(unquote_cell(row["path"]), int(row["image"]), row["pixels"])
+            for row in rows
+        ]
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         remedy = "Delete it, and draw the sheet again: silo scan --preview."
         raise SetupError(

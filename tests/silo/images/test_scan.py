@@ -124,6 +124,28 @@ def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
     assert scan_at(data, private, DecodeLimits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5
 
 
+def test_lists_for_people_hold_no_formula_although_patients_and_files_are_called_like_one(
+    tmp_path: Path,
+) -> None:
+    for number in range(4):
+        image(tmp_path / f"{number}.png", number)
+    (tmp_path / "=cmd.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "table.csv").write_text(
+        "file,patient\n0.png,=M\u00dcLLER()\n1.png,=MUELLER()\n2.png,@017\n3.png,@17\n=cmd.png,-1\n",
+        encoding="utf-8",
+    )
+    scanned = command(
+        "silo", "scan", "--data", tmp_path / "table.csv", "--private", tmp_path / "private"
+    )
+    assert "look-alikes.csv lists them" in scanned.out, scanned.err
+    cells = []
+    for name in ("look-alikes.csv", "quarantine.csv"):
+        with (tmp_path / "private" / name).open(newline="", encoding="utf-8") as handle:
+            cells += [cell for row in csv.reader(handle) for cell in row]
+    assert {"'=M\u00dcLLER()", "'@17"} <= set(cells)
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
+
+
 def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
     for number in range(4):
         image(tmp_path / f"images/{number}.png", number)
