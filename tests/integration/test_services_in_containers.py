@@ -52,11 +52,11 @@ def build_image(podman: Podman, units: Path, wheelhouse: Path, scratch: Path) ->
     shutil.copy(units / "Containerfile", context)
     for path in (context, *context.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    base = podman.base_image(scratch / "debian")
+    base = podman.with_digest(podman.base_image(scratch / "debian"))
     (line,) = (
         each
         for each in (units / "Containerfile").read_text().splitlines()
-        if "podman build" in each
+        if "podman build --build-arg BASE=IMAGE@DIGEST" in each
     )
     tag = line.split("--tag ")[1].split()[0]
     podman.call("build", "--quiet", f"--build-arg=BASE={base}", "--tag", tag, context)

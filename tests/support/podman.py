@@ -76,6 +76,11 @@ class Podman:
             '[storage]\ndriver = "overlay"\n[storage.options.overlay]\nmount_program = "/usr/bin/fuse-overlayfs"\n'
         )
 
+    def with_digest(self, image: str) -> str:
+        """Name an image by its digest."""
+        form = "{{index .RepoDigests 0}}"
+        return self.call("image", "inspect", "--format", form, image).stdout.decode().strip()
+
     def base_image(self, scratch: Path) -> str:
         """Return an image with Python: from the registry, else made of Debian's packages; skips without either."""
         if self.call("pull", "--quiet", BASE, check=False).returncode == 0:

@@ -112,7 +112,25 @@ def test_containers_mount_what_each_half_needs_and_nothing_else(
             "--security-opt=no-new-privileges",
             "--pull=never",
         } <= set(words)
-    assert "--require-hashes" in (tmp_path / "out" / "Containerfile").read_text()
+    containerfile = (tmp_path / "out" / "Containerfile").read_text()
+    assert "--require-hashes" in containerfile
+    require_digest(containerfile)
+
+
+def require_digest(containerfile: str) -> None:
+    """Build no further than the step that looks at the name of the base image, as podman would run it."""
+    lines = containerfile.splitlines()
+    place = lines.index("FROM ${BASE}")
+    assert lines[place - 1] == "ARG BASE", (
+        "there is no default, under whose tag other bytes may be given"
+    )
+    step = lines[place + 2].removeprefix("RUN ")
+    images = {"python:3.11": 1, "python@sha256:" + "0" * 64: 0, "": 1}
+    for image, code in images.items():
+        finished = subprocess.run(
+            ["sh", "-c", step], env={"BASE": image}, capture_output=True, check=False
+        )
+        assert finished.returncode == code, image
 
 
 def test_table_of_paths_is_given_to_the_worker_with_the_images_beside_it(
