@@ -23,6 +23,7 @@ from ddm.cli.sample_student import sample_student
 from ddm.cli.split import split
 from ddm.cli.train import train
 from ddm.cli.witnesses import QuorumOption, WitnessOption, read_witnesses
+from ddm.io.modes import keep_writing_private
 from ddm.loading.release import Release
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.calibration import calibration_bands, calibration_rows
@@ -239,6 +240,7 @@ app.command("assemble")(assemble)
 
 def main() -> None:
     """Entry point of the `ddm` command."""
+    keep_writing_private()
     run_app(app)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ddm.errors import SetupError
 
 _UMASK = 0o077
+_WRITING_OF_OTHERS = 0o022
 
 
 class _Modes(NamedTuple):
@@ -31,6 +32,12 @@ _CLOSED_TO_OTHERS = 0o027
 def keep_private() -> None:
     """Let only the owner read and write whatever this process and its children create from now on."""
     os.umask(_UMASK)
+
+
+def keep_writing_private() -> None:
+    """Let only the owner write what this process and its children create from now on; who reads it stays as it was."""
+    # Whoever could write to a reader's memory or to the folder above it could put another memory there.
+    os.umask(os.umask(_UMASK) | _WRITING_OF_OTHERS)
 
 
 def private_folder(folder: Path) -> None:

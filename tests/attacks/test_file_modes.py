@@ -12,6 +12,7 @@ import pytest
 import tomli_w
 
 import aggregator.cli
+import ddm.cli.main
 import silo.cli
 from aggregator.config import Federation
 from ddm.errors import SetupError
@@ -26,6 +27,7 @@ from ddm.io.modes import (
 from ddm.protocol.base import sha256_hex
 from ddm.publishing.staging import copy_out, reserve
 from silo.config import Site
+from tests.conftest import Published
 from tests.support.federation import (
     PASSPHRASE,
     POLICY,
@@ -42,7 +44,7 @@ from tests.support.operators import (
     set_up_federation,
 )
 
-MAINS = {"silo": silo.cli.main, "aggregator": aggregator.cli.main}
+MAINS = {"silo": silo.cli.main, "aggregator": aggregator.cli.main, "ddm": ddm.cli.main.main}
 SILO = "north"
 # What the other half of a site reads, by the first folder of its path; everything else is its owner's alone.
 SHARED_OF_A_SITE = ("", "silo.toml", "policy.toml", "inbox", "outbox")
@@ -202,6 +204,16 @@ def test_folder_that_an_operator_closed_further_stays_closed(tmp_path: Path) -> 
         folder.chmod(before)
         close_to_others(folder)
         assert mode(folder) == after
+
+
+def test_nobody_else_can_write_to_a_readers_memory_that_was_made_with_umask_000(
+    command: Callable[..., None], published: Published, tmp_path: Path
+) -> None:
+    state = tmp_path / "above" / "deep" / "state"
+    command("ddm", "verify", published.release, "--root", published.root, "--state", state)
+    assert any(state.rglob("*.json"))
+    made = [tmp_path / "above", *(tmp_path / "above").rglob("*")]
+    assert [str(path) for path in made if mode(path) & 0o022] == []
 
 
 def test_modes_are_exact_whatever_the_umask_and_links_are_not_followed(tmp_path: Path) -> None:
