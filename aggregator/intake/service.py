@@ -59,9 +59,10 @@ from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import move_into_place, read_bounded, staging_folder, write_atomic
 from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
-from ddm.protocol.base import now_utc
+from ddm.protocol.base import MAX_TEXT, now_utc
 from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
 from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, HeldVerdict, Receipt, RefusedVerdict
+from ddm.system.escape import escape_control
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.transport.sequences import sequence_numbers
 from ddm.trust.envelope import open_sealed, seal
@@ -452,8 +453,9 @@ def _reason(error: ArchipelagoError, sequence: int) -> str:
     suffix = ""
     if sequence >= MAX_SUBMISSIONS:
         suffix = f"; the last of {MAX_SUBMISSIONS} submissions for a plan"
-    # A receipt holds at most 400 characters of reason.
-    return str(error)[: 400 - len(suffix)] + suffix
+    # A receipt is signed text, which holds no control characters and is bounded.
+    text = escape_control(str(error), one_line=True)
+    return text[: MAX_TEXT - len(suffix)] + suffix
 
 
 def empty_folder(folder: Path) -> None:

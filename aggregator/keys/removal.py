@@ -18,10 +18,9 @@ from aggregator.membership.registry import (
     rotations_of,
     signing_key,
 )
-from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
-from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.base import now_utc, require_text, sha256_hex
 from ddm.protocol.enrolment import MAX_CARD_BYTES
 from ddm.publishing.log import append_entries
 from ddm.trust.ceremony import SigningRequest
@@ -58,10 +57,7 @@ def remove_silo(
         MissingFileError: no such silo is enrolled.
         BusyError: another process signs; or another change waits for signatures, in which case the card is removed.
     """
-    if not reason.strip() or len(reason) > 400:
-        raise SetupError(
-            "--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters"
-        )
+    reason = require_text(reason, "--reason")
     with federation.signing_lock():
         repository = Repository(federation.tuf)
         delegates = repository.delegates()

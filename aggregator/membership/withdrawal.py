@@ -22,6 +22,7 @@ from ddm.protocol.base import (
     SiloId,
     Time,
     now_utc,
+    require_text,
     sha256_hex,
 )
 from ddm.protocol.plan import Plan
@@ -66,10 +67,7 @@ def withdraw_silo(
         SetupError: the plan has no such silo, or the reason is empty or too long.
         BusyError: another process signs or publishes.
     """
-    if not reason.strip() or len(reason) > 400:
-        raise SetupError(
-            "--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters"
-        )
+    reason = require_text(reason, "--reason")
     with federation.signing_lock():
         plan, plan_digest = federation.current_plan()
         # Also a silo that the plan only carries over: its earlier experts would be in the next release.

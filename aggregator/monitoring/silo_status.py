@@ -18,7 +18,7 @@ from aggregator.config import Federation
 from aggregator.runtime.processes import Processes, changed_at
 from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
-from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, SiloId, Time, check_json
+from ddm.protocol.base import LocalText, Model, NaturalInt, PositiveInt, SiloId, Time, check_json
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, HeldVerdict, Receipt, RefusedVerdict
 from ddm.trust.envelope import open_sealed
@@ -77,7 +77,7 @@ class SubmissionStatus(Model):
     sequence: PositiveInt
     verdict: Verdict
     code: NaturalInt | None = None
-    reasons: tuple[ShortText, ...] = ()
+    reasons: tuple[LocalText, ...] = ()
     at: Time | None = None
     delivered: bool = False
 

@@ -22,11 +22,11 @@ from ddm.io.files import read_bounded
 from ddm.protocol.base import (
     MAX_DOCUMENT_BYTES,
     Document,
+    LocalText,
     Model,
     NaturalInt,
     PlanId,
     PositiveInt,
-    ShortText,
     SiloId,
     Time,
     check_json,
@@ -63,7 +63,7 @@ class ReleaseStatus(Model):
 class Expiry(Model):
     """The end of an item's validity."""
 
-    what: ShortText
+    what: LocalText
     at: Time
 
 
@@ -86,8 +86,8 @@ class FederationStatus(Document):
     """
 
     format: Literal["archipelago/status/1"] = "archipelago/status/1"
-    federation: ShortText
-    address: ShortText
+    federation: LocalText
+    address: LocalText
     at: Time
     plan_id: PlanId | None
     processes: Processes
@@ -97,7 +97,7 @@ class FederationStatus(Document):
     disk_free_bytes: NaturalInt
     disk_total_bytes: NaturalInt
     expiries: tuple[Expiry, ...]
-    problems: tuple[ShortText, ...]
+    problems: tuple[LocalText, ...]
 
     def silo(self, silo_id: str) -> SiloStatus | None:
         """Return one silo's status."""

@@ -12,7 +12,7 @@ from aggregator.config import Federation
 from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
 from ddm.io.locks import is_locked
-from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, Time, check_json
+from ddm.protocol.base import LocalText, Model, NaturalInt, PositiveInt, Time, check_json
 from ddm.system.process_table import start_ticks
 
 _MAX_INFO_BYTES = 65536
@@ -22,7 +22,7 @@ _PID = "_pid"
 class Process(Model):
     """One program of the aggregator's, whether it is alive, and how often it was started again."""
 
-    name: ShortText
+    name: LocalText
     pid: PositiveInt | None
     alive: bool
     num_restarts: NaturalInt = 0

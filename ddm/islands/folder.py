@@ -14,6 +14,7 @@ from ddm.protocol.base import (
     Digest,
     Document,
     File,
+    LocalText,
     Model,
     NaturalInt,
     NumImages,
@@ -37,7 +38,7 @@ class SplitIsland(Model):
 
     island_id: SiloId
     num_images: NumImages
-    value: ShortText | None = None
+    value: LocalText | None = None
 
 
 class Split(Document):
@@ -55,10 +56,10 @@ class Split(Document):
     plan_digest: Digest
     created_at: Time
     by: Literal["clusters", "random", "column"]
-    column: ShortText | None = None
+    column: LocalText | None = None
     seed: NaturalInt
     name: ShortText
-    data: ShortText
+    data: LocalText
     licence: ShortText
     cite: ShortText
     islands: Annotated[tuple[SplitIsland, ...], Field(min_length=2, max_length=1024)]

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.errors import ShapeError
-from ddm.protocol.base import File, Model
+from ddm.protocol.base import TEXT_PATTERN, File, Model
 from ddm.protocol.classes import Classes, find_naming_fault
 
 Shape = tuple[int, ...]
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 # The learning rate of a transformer's recipe that names none, times its width (docs/results/recipe.md).
 RATE_TIMES_WIDTH = 0.5
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-ClassName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+ClassName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=TEXT_PATTERN)]
 
 
 class NoCondition(Model):

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, Self, get_args
 import rfc8785
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from ddm.errors import DocumentError
+from ddm.errors import DocumentError, SetupError
 
 MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 32
 # A value of two bytes may cost hundreds, as a Python object or as an error that pydantic keeps.
 MAX_VALUES = 65_536
 _MAX_ERRORS = 1000
+UNSHOWN_TEXT = "text with control, invisible or direction-changing characters"
 
 # A silo's name has no hyphen: an expert's name, SILO or SILO-NUMBER, is then never that of another silo's expert.
 SILO_ID_PATTERN = r"[a-z][a-z0-9]{0,31}"
@@ -36,7 +37,15 @@ RelativePath = Annotated[
 ]
 Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 KeyText = Annotated[str, StringConstraints(pattern="^ed25519:[0-9a-f]{64}$")]
-ShortText = Annotated[str, StringConstraints(max_length=400)]
+MAX_TEXT = 400
+# No control character, no line break, nothing that turns the direction of writing (Trojan Source, CVE-2021-42574) or is
+# invisible: what a person reads in a document, on any terminal and page, is all that was signed.
+UNSHOWN = r"\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+TEXT_PATTERN = f"^[^{UNSHOWN}]*$"
+ShortText = Annotated[str, StringConstraints(pattern=TEXT_PATTERN, max_length=MAX_TEXT)]
+"""Free text of a document: what is signed or published has no other type for it."""
+LocalText = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
+"""Text of a record that stays where it was written, such as a path: shown with `ddm.system.escape`."""
 # Without a zone it would be another moment on each machine.
 Time = AwareDatetime
 Unit = Literal["image", "patient"]
@@ -123,6 +132,26 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def require_text(text: str | None, subject: str) -> str:
+    """Return a text that an operator typed for a document, without blanks around it.
+
+    Raises:
+        SetupError: it is empty, too long, or not a `ShortText`.
+    """
+    plain = (text or "").strip()
+    got = f"{len(plain)} characters"
+    if 0 < len(plain) <= MAX_TEXT:
+        if re.fullmatch(TEXT_PATTERN, plain):
+            return plain
+        got = UNSHOWN_TEXT
+    raise SetupError(
+        subject,
+        expected=f"1 to {MAX_TEXT} visible characters on one line",
+        got=got,
+        remedy="Type the text again; copied text may hold characters that are not visible.",
+    )
+
+
 def now_utc() -> datetime:
     """Return the present time, UTC, whole seconds."""
     return datetime.now(UTC).replace(microsecond=0)
@@ -149,6 +178,8 @@ def describe_error(model: type[BaseModel], error: ValidationError) -> tuple[str,
     # The only message of pydantic that quotes its input.
     if first["type"] == "union_tag_invalid":
         return field, "an unknown kind"
+    if first["type"] == "string_pattern_mismatch" and TEXT_PATTERN in first["msg"]:
+        return field, UNSHOWN_TEXT
     return field, first["msg"]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.base import (
+    UNSHOWN,
     Delta,
     Digest,
     Document,
@@ -34,9 +35,8 @@ _PRIOR_SUM_TOLERANCE = 1e-6
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
-# The operator's words are printed on terminals and pages: no control characters, and at least one visible character.
-_CONTROL = r"\x00-\x1f\x7f-\x9f"
-_NOT_BLANK = rf"^[^{_CONTROL}]*[^{_CONTROL}\x20\xa0][^{_CONTROL}]*$"
+# The operator's words: at least one visible character. Not of `ShortText`, whose pattern this one would replace.
+_NOT_BLANK = rf"^[^{UNSHOWN}]*[^{UNSHOWN}\x20\xa0][^{UNSHOWN}]*$"
 ReasonText = Annotated[str, StringConstraints(max_length=200, pattern=_NOT_BLANK)]
 
 Flag = Literal[

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt, SiloId
+from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt, ShortText, SiloId
 from ddm.protocol.calibration import CalibrationBand, Interval
 from ddm.protocol.manifest import PublishedFigure, PublishedRouter
 from ddm.protocol.routers import RouterKind
@@ -80,7 +80,7 @@ class RouterReport(Document):
     router: File
     candidate: RouterKind
     published: RouterKind
-    reason: str
+    reason: ShortText
     judged_on: Literal["public_images", "held_out_images"]
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     expert_priors: tuple[float, ...]

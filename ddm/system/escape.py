@@ -4,7 +4,8 @@ import re
 
 # Also what turns the direction of writing, breaks a line or has no width, and halves of characters.
 _CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff]"
 )
 _BREAK = re.compile(r"[\t\n]")
 

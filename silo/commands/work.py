@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.errors import SetupError
+from ddm.protocol.base import require_text
 from ddm.system.console import confirm, human_bytes, say
 from silo.commands.options import (
     JsonOption,
@@ -216,17 +217,7 @@ def _responsible(despite_fail: bool, role: str | None, reason: str | None) -> "R
             expected="--despite-fail, --role and --reason together",
             got=f"{' and '.join(present)} alone",
         )
-    return Responsible(
-        role=_publishable_text("--role", role), reason=_publishable_text("--reason", reason)
-    )
-
-
-def _publishable_text(name: str, text: str | None) -> str:
-    """Check a text that will be published."""
-    # The bound of `ShortText`, which the published document has.
-    if not text or not text.strip() or len(text) > 400:
-        raise SetupError(name, expected="1 to 400 characters", got=f"{len(text or '')}")
-    return text.strip()
+    return Responsible(role=require_text(role, "--role"), reason=require_text(reason, "--reason"))
 
 
 def accept(
@@ -277,8 +268,8 @@ def waive(
     if expires_at <= now_utc():
         raise SetupError("--until", expected="a day to come", got=until)
     waiver = Waiver(
-        role=_publishable_text("--role", role),
-        reason=_publishable_text("--reason", reason),
+        role=require_text(role, "--role"),
+        reason=require_text(reason, "--reason"),
         plan_digest=waived_digest,
         # The only verdict that can be waived; an audit that failed needs `silo approve --despite-fail`.
         verdict="inconclusive",

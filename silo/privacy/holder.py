@@ -17,7 +17,7 @@ from ddm.errors import LedgerError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.io.locks import lock_file
 from ddm.io.modes import private_folder
-from ddm.protocol.base import Digest, Document, Model, ShortText, SiloId, Unit
+from ddm.protocol.base import Digest, Document, LocalText, Model, SiloId, Unit
 from ddm.protocol.statistics import Budget
 from silo.config import LEDGER, Policy, SiloSettings, Site
 from silo.privacy.anchor import Anchor, Guard, sent_chains, unwritable
@@ -46,7 +46,7 @@ class SiteStatement(Model):
     root_digest: Digest
     budget: Budget
     unit: Unit
-    anchor: ShortText | None = None
+    anchor: LocalText | None = None
 
     @property
     def name(self) -> tuple[str, str]:

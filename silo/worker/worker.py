@@ -11,9 +11,10 @@ import torch
 
 from ddm.errors import ArchipelagoError, BusyError
 from ddm.io.locks import locked
-from ddm.protocol.base import now_utc
+from ddm.protocol.base import MAX_TEXT, now_utc
 from ddm.protocol.statistics import StatisticKind
 from ddm.statistics.of_plan import statistics_of
+from ddm.system.escape import escape_control
 from ddm.training.loop import Progress
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.trust.keys import SigningKey
@@ -508,4 +509,4 @@ def _problem_of(error: ArchipelagoError) -> Problem:
 
 def _short_text(text: str) -> str:
     # A message may hold what was received, or the name of a file, and not all of these are text.
-    return text.encode("utf-8", "backslashreplace").decode()[:400]
+    return escape_control(text, one_line=True)[:MAX_TEXT]

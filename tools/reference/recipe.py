@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from aggregator.planning.recipe import Recipe
 from ddm.islands.recipe import OwnerRecipe
 from ddm.protocol.architecture import ExpertArchitecture
+from ddm.protocol.base import TEXT_PATTERN
 from tools.reference.docstring import Docstring, parse
 
 HEAD = """\
@@ -204,11 +205,14 @@ def limits(annotation: type, metadata: list[Any]) -> str:
     if annotation is str:
         pattern = bound(metadata, "pattern")
         most = bound(metadata, "max_length")
-        return "; ".join(
-            filter(
-                None, [pattern and f"matches `{pattern}`", most and f"at most {most} characters"]
-            )
-        )
+        bounds = []
+        if pattern == TEXT_PATTERN:
+            bounds.append("visible characters on one line")
+        elif pattern:
+            bounds.append(f"matches `{pattern}`")
+        if most:
+            bounds.append(f"at most {most} characters")
+        return "; ".join(bounds)
     if annotation is int:
         least = above + 1 if above is not None else least
         most = below - 1 if below is not None else most

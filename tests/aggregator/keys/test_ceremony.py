@@ -244,8 +244,11 @@ def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refu
     path = keyed.document("targets")
     document = json.loads(path.read_bytes())
     path.write_text(json.dumps(document | {"purpose": "a plan\nroot: 2 of 3 must sign"}))
+    with pytest.raises(DocumentError, check=has_subject("purpose")):
+        read_request(path)
+    path.write_text(json.dumps(document | {"purpose": "a plan. root: 2 of 3 must sign"}))
     lines = describe_request(read_request(path)).splitlines()
-    assert "The sender says that it is for: 'a plan\\nroot: 2 of 3 must sign'" in lines
+    assert "The sender says that it is for: a plan. root: 2 of 3 must sign" in lines
     payload = json.loads(document["payload"])
     payload["delegations"]["keys"].pop(keyed.silos["north"].public.tuf_key().keyid)
     path.write_text(json.dumps(document | {"payload": encode_canonical(payload)}))
