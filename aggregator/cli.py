@@ -13,6 +13,7 @@ from aggregator.commands.status import status
 from aggregator.commands.work import run
 from ddm.io.modes import keep_private
 from ddm.system.console import new_program, run_app
+from ddm.system.secrecy import forbid_core_dumps
 
 COMMANDS = {
     "Federation and silos": (init, enroll, remove),
@@ -32,6 +33,7 @@ for panel, commands in COMMANDS.items():
 def main() -> None:
     """Entry point of the `aggregator` command."""
     keep_private()
+    forbid_core_dumps()
     run_app(app)
 
 

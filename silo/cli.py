@@ -2,6 +2,7 @@
 
 from ddm.io.modes import keep_private
 from ddm.system.console import new_program, run_app
+from ddm.system.secrecy import forbid_core_dumps
 from silo.commands.care import check, ledger, log
 from silo.commands.images import scan
 from silo.commands.service import service
@@ -50,6 +51,7 @@ def main() -> None:
     """Entry point of the `silo` command."""
     # Before any file is made: what this program writes is private unless a function opens it on purpose.
     keep_private()
+    forbid_core_dumps()
     run_app(app)
 
 

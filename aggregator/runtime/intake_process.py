@@ -24,6 +24,7 @@ from ddm.errors import BusyError
 from ddm.protocol.receipt import AcceptedVerdict, Receipt, RefusedVerdict
 from ddm.publishing.keys import load_key
 from ddm.system.console import new_app, run_app
+from ddm.system.secrecy import forbid_core_dumps
 
 HEARTBEAT = "intake.alive"
 _CHECK_S = 1.0
@@ -129,4 +130,6 @@ def _log_quarantine(record: QuarantineRecord) -> None:
 
 
 if __name__ == "__main__":
+    # It holds the key of receipts.
+    forbid_core_dumps()
     run_app(app)

@@ -30,6 +30,7 @@ from ddm.protocol.calibration import calibration_bands, calibration_rows
 from ddm.protocol.growth import describe_standing
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
+from ddm.system.secrecy import forbid_core_dumps
 
 app = new_program(
     "Verify a published ensemble of diffusion experts and sample from it, or make one of your own data."
@@ -241,6 +242,7 @@ app.command("assemble")(assemble)
 def main() -> None:
     """Entry point of the `ddm` command."""
     keep_writing_private()
+    forbid_core_dumps()
     run_app(app)
 
 

@@ -21,7 +21,6 @@ from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError, Setu
 from ddm.system.escape import escape_control
 from ddm.system.logs import LogOptions, start_logging
 from ddm.system.passphrases import ADVICE, require_strong
-from ddm.system.secrecy import forbid_core_dumps
 from ddm.system.signals import interrupted_by_sigterm
 
 EXIT_INTERRUPTED = 130
@@ -78,8 +77,6 @@ def new_app(help_text: str) -> typer.Typer:
 
 def run_app(app: typer.Typer, args: Sequence[str] | None = None) -> NoReturn:
     """Run a group of commands and leave with a documented exit code; a stack trace never reaches the operator."""
-    # A command may hold keys and private images.
-    forbid_core_dumps()
     start_logging(LogOptions.from_environment())
     with interrupted_by_sigterm() as came:
         code = _run(app, args, came)

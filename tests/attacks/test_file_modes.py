@@ -27,7 +27,7 @@ from ddm.io.modes import (
 from ddm.protocol.base import sha256_hex
 from ddm.publishing.staging import copy_out, reserve
 from silo.config import Site
-from tests.conftest import Published
+from tests.conftest import PublishedRelease
 from tests.support.federation import (
     PASSPHRASE,
     POLICY,
@@ -207,7 +207,7 @@ def test_folder_that_an_operator_closed_further_stays_closed(tmp_path: Path) -> 
 
 
 def test_nobody_else_can_write_to_a_readers_memory_that_was_made_with_umask_000(
-    command: Callable[..., None], published: Published, tmp_path: Path
+    command: Callable[..., None], published: PublishedRelease, tmp_path: Path
 ) -> None:
     state = tmp_path / "above" / "deep" / "state"
     command("ddm", "verify", published.release, "--root", published.root, "--state", state)

@@ -26,19 +26,18 @@ def num_cores(folder: Path) -> int:
 
 
 @needs_linux
-@needs_root
 def test_crash_of_a_process_that_holds_images_leaves_no_core_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not Path("/proc/sys/kernel/core_pattern").read_text().startswith("core"):
         pytest.skip("this machine puts core dumps elsewhere")
     limits = resource.getrlimit(resource.RLIMIT_CORE)
+    if limits[1] in (0, 1):
+        pytest.skip("this process may write no core dumps, which is the control")
     made = scanned(tmp_path / "site")
     (tmp_path / "cores").mkdir()
     monkeypatch.chdir(tmp_path / "cores")
-    # Root may raise its limit again, which commands that other tests ran in this process have lowered.
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_CORE, unlimited)
+    resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
     try:
         crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
         subprocess.run([sys.executable, "-c", crash], check=False)

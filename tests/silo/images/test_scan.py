@@ -134,7 +134,7 @@ def test_lists_for_people_hold_no_formula_although_patients_and_files_are_called
         "file,patient\n0.png,=M\u00dcLLER()\n1.png,=MUELLER()\n2.png,@017\n3.png,@17\n=cmd.png,-1\n",
         encoding="utf-8",
     )
-    scanned = command(
+    scanned = run_command(
         "silo", "scan", "--data", tmp_path / "table.csv", "--private", tmp_path / "private"
     )
     assert "look-alikes.csv lists them" in scanned.out, scanned.err
