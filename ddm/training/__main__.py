@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ddm.system.guard import end_with_parent
 from ddm.system.logs import follow_logging
+from ddm.system.secrecy import forbid_core_dumps
 from ddm.system.signals import stop_on_first_signal
 
 
@@ -29,6 +30,8 @@ def main() -> int:
         parser.error(
             "expected Python to search no working folder for modules: python -P -m ddm.training"
         )
+    # A scheduler starts this process elsewhere, where the limit of the worker that asked for it does not hold.
+    forbid_core_dumps()
     end_with_parent()
     # Before torch is imported, which takes seconds.
     with stop_on_first_signal() as stop:
