@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ddm.errors import ArchipelagoError, SetupError
@@ -173,7 +174,8 @@ def start_command(
     # Python imports nothing from its working folder, in every process that inherits the environment.
     environment = os.environ | {LAUNCH_VARIABLE: launch.launch_id, "PYTHONSAFEPATH": "1"}
     process = DetachedProgram.start(
-        [program_path, *arguments],
+        # A path that was relative to this process's working folder is none to the command's.
+        [str(Path(program_path).absolute()), *arguments],
         log_path=folder.run(launch.launch_id).command_log,
         env=environment,
         cwd=NEUTRAL_FOLDER,

@@ -577,25 +577,47 @@ def kubernetes(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_template_of_kubernetes_starts_each_process_with_its_number(tmp_path: Path) -> None:
-    done = kubernetes("/shared/archipelago/job", "abc123", "2")
-    policy, job = yaml.safe_load_all(done.stdout)
-    assert "@" not in done.stdout
+def test_template_of_kubernetes_starts_each_process_with_its_number() -> None:
+    result = kubernetes("/shared/archipelago/job", "abc123", "2")
+    job = yaml.safe_load(result.stdout)
+    assert "@" not in result.stdout
     spec = job["spec"]
     (container,) = spec["template"]["spec"]["containers"]
-    said = {each["name"]: each["value"] for each in container["env"]}
-    assert member_of(said | {"RANK": "1"}) == Member(1, 2, 0, False, "--")
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert member_of(variables | {"RANK": "1"}) == Member(1, 2, 0, False, "--")
     assert spec["completions"] == spec["parallelism"] == 2 and spec["completionMode"] == "Indexed"
     assert container["args"] == [
         'exec env RANK="$JOB_COMPLETION_INDEX" python -P -m ddm.training /shared/archipelago/job --launch abc123'
     ]
     assert container["workingDir"] == "/"
     assert kubernetes("/shared/a b; rm", "abc123", "2").returncode == 2
-    # Pods of trainings reach each other and nobody else, and nobody else reaches them.
-    pods = {"podSelector": {"matchLabels": spec["template"]["metadata"]["labels"]}}
+
+
+def test_pods_of_kubernetes_reach_each_other_and_nobody_else() -> None:
+    job = yaml.safe_load(kubernetes("/shared/archipelago/job", "abc123", "2").stdout)
+    policy = yaml.safe_load((TEMPLATES / "kubernetes-network.yaml").read_text())
+    pods = {"podSelector": {"matchLabels": job["spec"]["template"]["metadata"]["labels"]}}
     assert policy["kind"] == "NetworkPolicy"
     assert policy["spec"] == pods | {
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{"from": [pods]}],
         "egress": [{"to": [pods]}],
     }
+
+
+def test_no_pod_starts_in_kubernetes_where_the_network_could_not_be_closed(
+    tmp_path: Path,
+) -> None:
+    calls = tmp_path / "calls"
+    kubectl = tmp_path / "kubectl"
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", str(TEMPLATES / "kubernetes-launch.sh"), "/shared/job", "abc123", "2"]
+    for code, num_calls in ((1, 1), (0, 2)):
+        with case(code=code):
+            kubectl.write_text(f'#!/bin/sh\necho "$3" >> {calls}\nexit {code}\n')
+            kubectl.chmod(0o755)
+            calls.unlink(missing_ok=True)
+            result = subprocess.run(script, env=environment, capture_output=True, check=False)
+            assert result.returncode == code
+            applied = calls.read_text().split()
+            assert len(applied) == num_calls and applied[0].endswith("kubernetes-network.yaml")
