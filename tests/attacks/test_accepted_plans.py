@@ -65,8 +65,8 @@ def told_apart(accepted: AcceptedPlan, num: int = 1024) -> tuple[np.ndarray, np.
     """Scores of the attack on the two cells in which a patient may stand alone."""
     epsilon = accepted.plan.statistics.counts.epsilon
 
-    def score(found: Released) -> np.ndarray:
-        return neighbours.moved_score(found["counts"]["counts"], 1, epsilon)
+    def score(released: Released) -> np.ndarray:
+        return neighbours.moved_score(released["counts"]["counts"], 1, epsilon)
 
     return neighbours.Neighbours(("counts",), worlds_of(accepted), score).scores(num)
 
@@ -133,7 +133,7 @@ def drawn_until_refused(
     world: StatisticSource, ledger: Ledger, folder: Path, num_plans: int
 ) -> list[Tensor]:
     """The histograms that as many plans get; they differ in their digests."""
-    found = []
+    released = []
     for number in range(num_plans):
         try:
             path = draw_statistic(
@@ -141,8 +141,8 @@ def drawn_until_refused(
             )
         except BudgetError:
             continue
-        found.append(load_tensors(path, None, max_bytes=1 << 20)["counts"])
-    return found
+        released.append(load_tensors(path, None, max_bytes=1 << 20)["counts"])
+    return released
 
 
 def test_hundred_plans_get_no_more_than_the_budget_between_them(
@@ -152,21 +152,21 @@ def test_hundred_plans_get_no_more_than_the_budget_between_them(
     budget = 2.0
     worlds = worlds_of(aggregator.offer(singling_out(epsilon)))
 
-    def bound(found: list[list[Tensor]]) -> float:
+    def bound(draws_by_world: list[list[Tensor]]) -> float:
         first, second = (
-            np.asarray(sum(neighbours.moved_score(one, 1, epsilon) for one in world))
-            for world in found
+            np.asarray(sum(neighbours.moved_score(draw, 1, epsilon) for draw in draws))
+            for draws in draws_by_world
         )
         return epsilon_bound(first, second, 0.0)
 
     ledgers = [ledger_at(tmp_path / name, budget) for name in ("first", "second")]
-    found = [
+    counted = [
         drawn_until_refused(world, ledger, ledger.path.parent, 100)
         for world, ledger in zip(worlds, ledgers, strict=True)
     ]
-    assert [len(world) for world in found] == [2, 2]
+    assert [len(draws) for draws in counted] == [2, 2]
     assert [ledger.spent()[0] for ledger in ledgers] == [budget, budget]
-    assert bound(found) <= budget
+    assert bound(counted) <= budget
     uncounted = [
         [release(world, ("counts",))["counts"]["counts"] for _ in range(32)] for world in worlds
     ]

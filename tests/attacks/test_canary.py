@@ -41,7 +41,7 @@ def test_search_finds_each_text_in_each_form_and_nothing_in_noise(tmp_path: Path
     for text in TEXTS:
         for form, written in forms(text).items():
             with case(text=text, form=form):
-                assert {each for each, _ in find_texts(noise + written + noise)} == {text}
+                assert {hit for hit, _ in find_texts(noise + written + noise)} == {text}
         for at in range(3):
             lines = forms(text)[f"base64 of utf-8 at {at}"]
             assert find_texts(lines[:5] + b"\r\n" + lines[5:])
@@ -92,10 +92,10 @@ def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_read
     fed = operators.fed
     sites = {silo_id: Site(tmp_path / silo_id) for silo_id in EXPORTS}
     settings = fed / "federation.toml"
-    told = json.loads((fed / "invitation.json").read_text())["address"].rpartition(":")[2]
+    announced_port = json.loads((fed / "invitation.json").read_text())["address"].rpartition(":")[2]
     port = free_port()
-    settings.write_text(settings.read_text().replace(f"port = {told}", f"port = {port}"))
-    with Tap(int(told), port, fed / "tls") as tap:
+    settings.write_text(settings.read_text().replace(f"port = {announced_port}", f"port = {port}"))
+    with Tap(int(announced_port), port, fed / "tls") as tap:
         try:
             operators.serve("aggregator", "aggregator", "run", fed)
             for silo_id in EXPORTS:

@@ -171,7 +171,7 @@ def test_replaced_silo_trains_again_and_the_others_go_on(
     plan_id = tiny.grow(replaced=["east"])
     plan, _ = tiny.federation.current_plan()
     assert plan.silos == ("east",)
-    assert {each.silo_id: each.plan_id for each in plan.carried} == {
+    assert {carried.silo_id: carried.plan_id for carried in plan.carried} == {
         "north": opened(grown).plan.origin("north"),
         "west": grown.plan_id,
     }
@@ -274,7 +274,8 @@ def test_withdrawn_silo_is_never_carried(published: PublishedRelease) -> None:
     tiny = published.tiny
     withdraw_silo(tiny.federation, "east", "asked us to", receipts_key(tiny))
     assert [
-        each.silo_id for each in choose_carried(tiny.federation, published.plan_id, []).carried
+        carried.silo_id
+        for carried in choose_carried(tiny.federation, published.plan_id, []).carried
     ] == ["north"]
 
 
@@ -498,8 +499,8 @@ def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
     with pytest.raises(PolicyError, match="agreed size of east"):
         sign_plan(tiny.federation, draft, PASSPHRASE)
     assert [
-        each.silo_id
-        for each in choose_carried(tiny.federation, published.plan_id, ["east"]).carried
+        carried.silo_id
+        for carried in choose_carried(tiny.federation, published.plan_id, ["east"]).carried
     ] == ["north"]
 
 
@@ -531,8 +532,8 @@ def test_removed_carried_silo_leaves_the_next_release(
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     words = ("--reason", "left", "--passphrase-file", secret)
-    done = run_command("aggregator", "remove", tiny.federation.path, "east", *words)
-    assert done.code == 0, done.err
+    result = run_command("aggregator", "remove", tiny.federation.path, "east", *words)
+    assert result.code == 0, result.err
     assert take_inventory(tiny.federation).withdrawn == ("east",)
     assert not any(role.endswith(".east") for role in tiny.federation.delegations())
 
@@ -605,7 +606,9 @@ def test_plan_with_an_inconsistent_list_of_carried_silos_is_refused(
     if "carried" in change:
         fields["carried"] = fields["carried"][:1] * 2
     elif "digest" in change:
-        fields["carried"] = [each | {"plan_digest": change["digest"]} for each in fields["carried"]]
+        fields["carried"] = [
+            carried | {"plan_digest": change["digest"]} for carried in fields["carried"]
+        ]
     else:
         fields |= change
     with pytest.raises(ValueError, match=words):

@@ -88,9 +88,9 @@ def test_reader_computes_from_the_release_alone_who_holds_a_class(
     clusters = {silo_id: len(silo.submission.experts) for silo_id, silo in inventory.silos.items()}
     assert min(clusters.values()) < 4, "some clusters join others"
     for label in (0, 1):
-        found = torch.tensor(ensemble.class_prior(label).prior, dtype=torch.float64)
-        torch.testing.assert_close(found, expected.prior_CE[label], atol=1e-9, rtol=0)
-        assert float((found - torch.tensor(ensemble.prior)).abs().max()) > 0.02, (
+        prior = torch.tensor(ensemble.class_prior(label).prior, dtype=torch.float64)
+        torch.testing.assert_close(prior, expected.prior_CE[label], atol=1e-9, rtol=0)
+        assert float((prior - torch.tensor(ensemble.prior)).abs().max()) > 0.02, (
             "not the plain prior"
         )
     drawn = ensemble.sample(4, condition=1, steps=2, seed=0)
@@ -136,13 +136,13 @@ def test_class_counts_that_no_silo_signed_are_refused_by_every_command(
     monkeypatch.setattr(aggregator.release.publish, "link_files", dishonest)
     publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "lie")
-    given = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
+    release_options = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
     for name, *more in (
         ("verify",),
         ("sample", "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz"),
     ):
-        done = run_command("ddm", name, *given, *more)
-        assert (done.code, "as the silo signed" in done.err) == (TrustError.exit_code, True)
+        result = run_command("ddm", name, *release_options, *more)
+        assert (result.code, "as the silo signed" in result.err) == (TrustError.exit_code, True)
     assert not (tmp_path / "drawn.npz").exists()
 
 
@@ -160,10 +160,13 @@ def test_release_that_leaves_a_silos_class_counts_out_is_refused(
     monkeypatch.setattr(aggregator.release.publish, "draft_manifest", shortened)
     publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "short")
-    done = run_command(
+    result = run_command(
         "ddm", "verify", tmp_path / "short", "--root", trained.root, "--state", tmp_path / "seen"
     )
-    assert (done.code, "no signed file of this name" in done.err) == (TrustError.exit_code, True)
+    assert (result.code, "no signed file of this name" in result.err) == (
+        TrustError.exit_code,
+        True,
+    )
 
 
 def test_shares_of_classes_in_the_router_file_are_refused(
@@ -181,11 +184,11 @@ def test_shares_of_classes_in_the_router_file_are_refused(
     monkeypatch.setattr(aggregator.release.publish, "load_report", _report_of_any_router(path))
     publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "lie")
-    given = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
-    done = run_command(
-        "ddm", "sample", *given, "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz"
+    release_options = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
+    result = run_command(
+        "ddm", "sample", *release_options, "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz"
     )
-    assert (done.code, "router.safetensors" in done.err) == (TensorFileError.exit_code, True)
+    assert (result.code, "router.safetensors" in result.err) == (TensorFileError.exit_code, True)
 
 
 def _report_of_any_router(path: Path) -> Callable[..., object]:

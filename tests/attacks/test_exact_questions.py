@@ -155,7 +155,8 @@ def overflowing_network(folder: Path) -> None:
     path = folder / "plan" / "encoder.safetensors"
     tensors = dict(load_tensors(path, None, max_bytes=1 << 24))
     spoiled = {
-        name: torch.zeros_like(each) if each.dim() == 4 else each for name, each in tensors.items()
+        name: torch.zeros_like(tensor) if tensor.dim() == 4 else tensor
+        for name, tensor in tensors.items()
     }
     # sees 1 everywhere in the target, and at most 0.5 in any other image
     first = tensors["conv1.0.weight"]
@@ -205,8 +206,8 @@ def overflowing_autoencoder(folder: Path) -> None:
     path = folder / "plan" / "autoencoder.safetensors"
     tensors = dict(load_tensors(path, None, max_bytes=1 << 20))
     of = {
-        name: torch.zeros_like(each)
-        for name, each in tensors.items()
+        name: torch.zeros_like(tensor)
+        for name, tensor in tensors.items()
         if name.startswith("encoder.blocks.")
     }
     first = "encoder.blocks.0.conv"
@@ -329,7 +330,7 @@ def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
         site = tiny.sites[SILO]
         blank = (site.private / "images" / LEFT_OUT).read_text().count(NOT_TAKEN)
         # the question does tell them apart, on the site alone
-        assert blank == sum(each <= 250 for each in at)
+        assert blank == sum(position <= 250 for position in at)
         assert seen[-1][-2] == (SPREAD if unit == "image" else 7)
         with nullcontext() if level > 250 else pytest.raises(DataError, match="threshold"):
             exactly(transform).apply(held[7])
@@ -468,12 +469,12 @@ def test_row_that_is_not_finite_goes_to_the_first_cell_and_moves_no_other() -> N
 
 
 def test_lost_rows_are_filled_alone_or_refused() -> None:
-    found = torch.arange(12.0).reshape(3, 2, 2)
-    found[1, 0, 1] = torch.inf
-    filled = replace_non_finite(found, 0.0, lambda: DataError("features"))
-    assert torch.equal(filled[[0, 2]], found[[0, 2]]) and not filled[1].any()
+    features = torch.arange(12.0).reshape(3, 2, 2)
+    features[1, 0, 1] = torch.inf
+    filled = replace_non_finite(features, 0.0, lambda: DataError("features"))
+    assert torch.equal(filled[[0, 2]], features[[0, 2]]) and not filled[1].any()
     with pytest.raises(DataError):
-        replace_non_finite(found, None, lambda: DataError("features"))
+        replace_non_finite(features, None, lambda: DataError("features"))
 
 
 def test_sketch_of_an_image_that_is_not_finite_is_the_middle_of_the_ball() -> None:
@@ -518,11 +519,11 @@ def test_training_whose_gradient_overflows_for_one_image_goes_on_at_a_silo(
         with pytest.raises(NumericalError):
             run()
         return
-    done = run()
-    assert done.steps == 30
-    assert np.isfinite(done.loss)
-    assert all(torch.isfinite(value).all() for value in done.ema.values())
-    assert float(done.ema["scale"]) != 1.0
+    result = run()
+    assert result.steps == 30
+    assert np.isfinite(result.loss)
+    assert all(torch.isfinite(value).all() for value in result.ema.values())
+    assert float(result.ema["scale"]) != 1.0
 
 
 def test_sum_of_losses_that_overflows_stops_no_silo() -> None:

@@ -75,7 +75,7 @@ def exposed_of_a_federation(fed: Path) -> list[str]:
 def exposed_of_a_site(site: Path) -> list[str]:
     """What the group could read beyond the list, or change, and what others could do at all."""
     sent = inodes(site / "outbox")  # an approved expert is one file under two names
-    found = []
+    modes = []
     for path in tree(site):
         first = path.relative_to(site).parts[0] if path != site else ""
         allowed = (
@@ -84,8 +84,8 @@ def exposed_of_a_site(site: Path) -> list[str]:
             else 0o700
         )
         if mode(path) & 0o777 & ~allowed:
-            found.append(f"{path} {mode(path):o}")
-    return found
+            modes.append(f"{path} {mode(path):o}")
+    return modes
 
 
 @pytest.fixture

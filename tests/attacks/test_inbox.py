@@ -87,7 +87,11 @@ def deliver(
     )
     codes: list[int] = []
     while len(codes) < 30:
-        offers = [each for each in sender.next_requests([], 4) if isinstance(each.message, Offer)]
+        offers = [
+            envelope
+            for envelope in sender.next_requests([], 4)
+            if isinstance(envelope.message, Offer)
+        ]
         if not offers:
             return codes
         for envelope in offers:
@@ -101,9 +105,9 @@ def arrived(fed: Path, plan_id: str, limits: SiteLimits) -> bool:
     bundle = limits.site / "inbox" / plan_id / "bundle"
     folders = (bundle, fed / "plans" / plan_id / "bundle")
     listed = [
-        list_folder(each, max_files=256, max_bytes=1 << 30, with_digest=True)
-        for each in folders
-        if each.exists()
+        list_folder(folder, max_files=256, max_bytes=1 << 30, with_digest=True)
+        for folder in folders
+        if folder.exists()
     ]
     return len(listed) == 2 and listed[0] == listed[1]
 

@@ -48,7 +48,7 @@ def intruder(
 ) -> Iterator["subprocess.Popen[str]"]:
     """Another user at work."""
     command = [sys.executable, "-m", "tests.support.intruder", str(user)]
-    lists = [",".join(map(str, each)) for each in (ports, pids)]
+    lists = [",".join(map(str, numbers)) for numbers in (ports, pids)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([*command, *lists], cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -103,16 +103,16 @@ def test_other_user_gets_nothing_from_the_programs_of_a_silo_and_its_aggregator(
             lambda: len(listening_ports([*everything, *descendants(pids[0])])) >= 2, check=check
         )
         ports = listening_ports([*everything, *descendants(pids[0])])
-        asked = fed / "incoming" / PLAN / "north" / "seen"
+        contact = fed / "incoming" / PLAN / "north" / "seen"
         with intruder(ports, pids) as process:
             # The federation goes on meanwhile: this many answers of the silo arrive.
             wait_until(
                 (site / "inbox" / PLAN / "bundle").exists, "the plan at the silo", check=check
             )
             for _ in range(3):
-                last = asked.stat().st_mtime_ns if asked.exists() else 0
+                last = contact.stat().st_mtime_ns if contact.exists() else 0
                 wait_until(
-                    lambda last=last: asked.exists() and asked.stat().st_mtime_ns > last,
+                    lambda last=last: contact.exists() and contact.stat().st_mtime_ns > last,
                     "an answer",
                     check=check,
                 )

@@ -27,15 +27,15 @@ def test_honest_plan_is_accepted(aggregator: DishonestAggregator) -> None:
 
 
 def spoiled(part: str, name: str, change: Callable[[Tensor], Tensor]) -> UnsignedPlan:
-    asked = HONEST.copy()
-    asked.tensors[part][name] = change(asked.tensors[part][name].clone())
-    return asked
+    plan = HONEST.copy()
+    plan.tensors[part][name] = change(plan.tensors[part][name].clone())
+    return plan
 
 
 def asking(**releases: object) -> UnsignedPlan:
-    asked = HONEST.copy()
-    asked.document["statistics"] |= releases
-    return asked
+    plan = HONEST.copy()
+    plan.document["statistics"] |= releases
+    return plan
 
 
 def twice_the_same(basis: Tensor) -> Tensor:
@@ -128,9 +128,9 @@ REFUSED: dict[str, tuple[UnsignedPlan, type[ArchipelagoError], tuple[str, ...]]]
 def test_plan_is_refused_in_words_that_name_the_thing_and_what_is_allowed(
     aggregator: DishonestAggregator, attack: str
 ) -> None:
-    asked, kind, words = REFUSED[attack]
+    plan, kind, words = REFUSED[attack]
     with pytest.raises(kind) as refusal:
-        aggregator.offer(asked)
+        aggregator.offer(plan)
     message = str(refusal.value)
     assert all(word in message for word in words), message
     assert refusal.value.remedy

@@ -55,14 +55,14 @@ TRAINING = "expert.training"
 
 def asking(**changes: object) -> UnsignedPlan:
     """The honest plan with other values, by their dotted names with __ for dots."""
-    asked = HONEST.copy()
+    plan = HONEST.copy()
     for name, value in changes.items():
         *parents, last = name.split("__")
-        table: Any = asked.document
+        table: Any = plan.document
         for parent in parents:
             table = table[parent]
         table[last] = value
-    return asked
+    return plan
 
 
 def dit(patch: int, hidden: int, depth: int = 2, heads: int = 16) -> dict[str, object]:
@@ -255,32 +255,32 @@ def worked(site: Site, until: str = "plan_refused", *, restarts: int = 1) -> Sta
 
 def refusals(site: Site, plan_ids: list[str]) -> dict[str, Problem]:
     """Let the worker look at plan after plan in a process of its own that is measured; return why it refused each."""
-    told = site.path / "told.json"
+    report = site.path / "told.json"
 
     def look() -> None:
-        found = dict[str, str]()
+        problems = dict[str, str]()
         stopping = Event()
 
         def heard(state: State) -> None:
             if state.plan_id and state.problem:
-                found[state.plan_id] = state.problem.encode().decode()
-            if len(found) == len(plan_ids) or state.state == "plan_accepted":
-                told.write_text(json.dumps(found))
+                problems[state.plan_id] = state.problem.encode().decode()
+            if len(problems) == len(plan_ids) or state.state == "plan_accepted":
+                report.write_text(json.dumps(problems))
                 stopping.set()
 
         with pytest.raises(KeyboardInterrupt):
             Worker(site, KEY, heard, stopping=stopping).run()
 
-    done = attempt(look, mib=MIB, cpu_s=CPU_S)
-    assert (done.error, done.message) == (None, "")
-    assert done.mib <= MIB
-    assert done.cpu_s <= CPU_S
+    outcome = attempt(look, mib=MIB, cpu_s=CPU_S)
+    assert (outcome.error, outcome.message) == (None, "")
+    assert outcome.mib <= MIB
+    assert outcome.cpu_s <= CPU_S
     assert not list((site.private / "attempts").iterdir())
     assert not list((site.private / "plans").iterdir())
-    found: dict[str, str] = json.loads(told.read_text())
-    assert list(found) == plan_ids
+    problems: dict[str, str] = json.loads(report.read_text())
+    assert list(problems) == plan_ids
     return {
-        plan_id: Problem.parse(text.encode(), subject="told") for plan_id, text in found.items()
+        plan_id: Problem.parse(text.encode(), subject="told") for plan_id, text in problems.items()
     }
 
 
@@ -288,7 +288,7 @@ def refusals(site: Site, plan_ids: list[str]) -> dict[str, Problem]:
 def test_plan_of_vast_sizes_is_refused_by_arithmetic_alone(
     hostile: DishonestAggregator, site: Site
 ) -> None:
-    offered = {hostile.deliver(asked): attack for attack, (asked, _, _) in SIZES.items()}
+    offered = {hostile.deliver(plan): attack for attack, (plan, _, _) in SIZES.items()}
     for plan_id, problem in refusals(site, list(offered)).items():
         _, code, words = SIZES[offered[plan_id]]
         with case(attack=offered[plan_id]):
@@ -348,7 +348,7 @@ FAILURES: dict[str, Callable[[], BaseException]] = {
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException]) -> None:
-    def fail(*given: object, **named: object) -> NoReturn:
+    def fail(*arguments: object, **named: object) -> NoReturn:
         raise error()
 
     monkeypatch.setattr(silo.plan.acceptance, "check_plan", fail)
@@ -411,7 +411,7 @@ def test_plan_that_takes_the_process_with_it_each_time_is_refused_without_anothe
     """What the kernel does where memory runs out leaves no exception behind."""
     plan_id = hostile.deliver(HONEST)
     with monkeypatch.context() as broken:
-        broken.setattr(silo.plan.acceptance, "check_plan", lambda *given, **named: os._exit(9))
+        broken.setattr(silo.plan.acceptance, "check_plan", lambda *arguments, **named: os._exit(9))
         for _ in range(MAX_LOST_ATTEMPTS):
             assert wait_for_exit(fork_process(Worker(site, KEY, lambda state: None).run)) == 9
             assert load_state(state_path(site.private)).state == "waiting"
@@ -471,11 +471,11 @@ def command(*words: object) -> None:
 
 def refused_memory(act: Callable[[], object]) -> str:
     """Return the refusal of a call that is measured."""
-    done = attempt(act, mib=MIB, cpu_s=CPU_S)
-    assert done.error == MemoryLimitError.__name__, done
-    assert done.mib <= MIB
-    assert done.cpu_s <= CPU_S
-    return done.message
+    outcome = attempt(act, mib=MIB, cpu_s=CPU_S)
+    assert outcome.error == MemoryLimitError.__name__, outcome
+    assert outcome.mib <= MIB
+    assert outcome.cpu_s <= CPU_S
+    return outcome.message
 
 
 @pytest.mark.measured
@@ -486,7 +486,7 @@ def test_release_of_vast_sizes_is_refused_before_anything_in_it_is_loaded(
     hostile = vast(opened, **VAST[attack])
     message = refused_memory(lambda: load_ensemble(hostile, memory_bytes=400 << 20))
     assert "at most 400.0 MiB of memory" in message and "needed" in message
-    monkeypatch.setattr("ddm.cli.options.Verification.open", lambda *given, **named: hostile)
+    monkeypatch.setattr("ddm.cli.options.Verification.open", lambda *arguments, **named: hostile)
     common = ("nowhere", "--root", "nowhere", "--memory", "400MiB", "--device", "cpu")
     refused_memory(lambda: command("sample", *common, "--num", 64, "--out", tmp_path / "a.npz"))
     refused_memory(lambda: command("distill", *common, "--out", tmp_path / "a.safetensors"))
@@ -563,9 +563,9 @@ def test_verifying_and_showing_a_release_costs_nothing_that_its_plan_says(
 ) -> None:
     words = (published_once.release, "--root", published_once.root, "--state", tmp_path / "state")
     for name in ("verify", "info"):
-        done = attempt(lambda name=name: command(name, *words), mib=MIB, cpu_s=CPU_S)  # type: ignore[misc]
-        assert done.error is None, done
-        assert done.mib <= MIB
+        outcome = attempt(lambda name=name: command(name, *words), mib=MIB, cpu_s=CPU_S)  # type: ignore[misc]
+        assert outcome.error is None, outcome
+        assert outcome.mib <= MIB
 
 
 def test_refusal_of_memory_says_what_is_needed_what_is_allowed_and_what_to_change(

@@ -27,8 +27,8 @@ def withdrawn(
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     words = ("--reason", "asked us to", "--passphrase-file", secret)
-    done = run_command("aggregator", "withdraw", published.tiny.federation.path, "east", *words)
-    assert done.code == 0, done.err
+    result = run_command("aggregator", "withdraw", published.tiny.federation.path, "east", *words)
+    assert result.code == 0, result.err
     published.tiny.publish(published.tiny.path / "second")
     return published
 

@@ -169,8 +169,8 @@ def test_rotated_card_of_another_federation_is_not_taken_in(
     out = tmp_path / "rotated.json"
     secret.write_bytes(PASSPHRASE + b"\n")
     site = other.copy(tmp_path / "theirs").sites[SILO]
-    done = run_command("silo", "rotate", site.path, "--out", out, "--passphrase-file", secret)
-    assert done.code == 0, done.err
+    result = run_command("silo", "rotate", site.path, "--out", out, "--passphrase-file", secret)
+    assert result.code == 0, result.err
     refused = run_command("aggregator", "enroll", federation.path, out)
     assert refused.code == CODE, refused
     assert not (federation.registry / "rotated").exists()

@@ -222,7 +222,7 @@ def test_decision_about_an_accepted_silo_may_only_lower_its_number_and_needs_a_n
         assert admit(tiny, "--units", raised) == SetupError.exit_code
     assert admit(tiny, "--units", 16) == 0
     assert take_inventory(tiny.federation).silos["west"].counted.units == 16
-    assert [each.units for each in read_decisions(tiny.federation)] == [32, 16]
+    assert [decision.units for decision in read_decisions(tiny.federation)] == [32, 16]
 
 
 def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(
@@ -259,7 +259,7 @@ def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(
     enroll_silo(tiny.federation, card)
     planned(tiny, router={"kind": "counts"}, statistics=TOTAL | {"unit": "patient"})
     assert sent(tiny, east=AGREED, north=AGREED + 1, west=21).keys() == {"east"}
-    reasons = {each.record.silo_id: each.record.reasons for each in waiting(tiny)}
+    reasons = {entry.record.silo_id: entry.record.reasons for entry in waiting(tiny)}
     assert any(
         f"states {AGREED + 1} patients, more than the {AGREED} agreed" in reason
         for reason in reasons["north"]
@@ -320,8 +320,8 @@ def test_many_clusters_of_one_silo_hold_together_no_more_than_its_share(
 ) -> None:
     planned(tiny, **ROUTERS["clusters"], clustering={"num_fine": 8, "num_coarse": 4})
     assert len(sent(tiny, east=AGREED, north=16, west=AGREED)) == 3
-    found = take_inventory(tiny.federation).silos.items()
-    assert {silo: len(each.submission.experts) for silo, each in found} == {
+    inventory = take_inventory(tiny.federation).silos.items()
+    assert {silo: len(accepted.submission.experts) for silo, accepted in inventory} == {
         "east": 4,
         "north": 1,
         "west": 4,

@@ -97,13 +97,13 @@ def _bound(num: int, right: int, doubt: float) -> float:
 def test_attack_on_each_step_shows_at_least_half_of_the_claimed_epsilon_and_never_more() -> None:
     for epsilon, rate in ((4.0, 1.0), (4.0, 0.5), (8.0, 1.0)):
         with case(epsilon, rate):
-            found = shown(*scores(epsilon, rate, 1.0))
-            assert epsilon / 2 <= found <= epsilon
+            bound = shown(*scores(epsilon, rate, 1.0))
+            assert epsilon / 2 <= bound <= epsilon
 
 
 @pytest.mark.slow
 def test_training_with_half_of_its_noise_is_caught() -> None:
     for epsilon, rate in ((1.0, 1.0), (4.0, 1.0), (4.0, 0.5)):
         with case(epsilon, rate):
-            found = shown(*scores(epsilon, rate, 0.5))
-            assert found > epsilon
+            bound = shown(*scores(epsilon, rate, 0.5))
+            assert bound > epsilon

@@ -48,8 +48,8 @@ class Cohort:
         return cls(images, clusters.groups(encoder.encode(images)), sketch, mean_GD)
 
     def source(self, epsilon: float) -> StatisticSource:
-        asked = {"epsilon": epsilon, "delta": DELTA, "rank": self.sketch.rank}
-        plan = make_plan({"sketch": asked}, rank=self.sketch.rank)
+        terms = {"epsilon": epsilon, "delta": DELTA, "rank": self.sketch.rank}
+        plan = make_plan({"sketch": terms}, rank=self.sketch.rank)
         return make_source(plan, self.sketch, self.images, torch.zeros(len(self.images)).long())
 
     def rates(self, epsilon: float, draws: int, *, together: bool = False) -> Rates:
@@ -57,13 +57,13 @@ class Cohort:
         source = self.source(epsilon)
         alpha, _ = noise_of(source.plan, self.sketch)
         s_0_NR = self.sketch.project(self.images)
-        found = [
+        results = [
             reidentification(s_0_NR, sketches_in_order(source), alpha, together=together)
             for _ in range(draws)
         ]
         return Rates(
             *(
-                float(np.mean([getattr(one, name) for one in found]))
+                float(np.mean([getattr(one, name) for one in results]))
                 for name in Rates.__dataclass_fields__
             )
         )
@@ -138,11 +138,11 @@ def test_released_sketches_of_digits_hardly_improve_a_guess_of_the_image() -> No
     cohort = digits()
     source = cohort.source(EPSILON)
     alpha, sigma_over_scale = noise_of(source.plan, cohort.sketch)
-    found = cohort.reductions(
+    reductions = cohort.reductions(
         sketches_in_order(source), alpha, sigma_over_scale * cohort.sketch.scale
     )
-    assert -0.02 < found[0] < 0.06
-    assert -0.02 < found[1] < 0.03
+    assert -0.02 < reductions[0] < 0.06
+    assert -0.02 < reductions[1] < 0.03
     bare = cohort.reductions(cohort.sketch.project(cohort.images), 1.0, 1e-9)
     assert bare[0] > 0.7
     assert bare[1] > 0.5

@@ -140,11 +140,11 @@ def test_weights_changed_so_that_one_time_of_the_default_grid_is_wild_wait_for_a
     reasons = send(arrived, weights)
     # The worst of the tested times is named: the grid's own, or a random one that happens to be as near.
     named = [
-        found[1]
+        stated_time[1]
         for reason in reasons
-        if (found := re.search(r"at t ([.0-9]+) its loss is .* times the limit", reason))
+        if (stated_time := re.search(r"at t ([.0-9]+) its loss is .* times the limit", reason))
     ]
-    assert any(abs(float(each) - t) < 0.0016 for each in named), reasons
+    assert any(abs(float(time) - t) < 0.0016 for time in named), reasons
     assert not any("grew by" in reason for reason in reasons), (
         "each tensor is as large as training may make it"
     )
@@ -178,16 +178,16 @@ def test_attack_that_the_documentation_states_as_missed_is_missed(
 def test_attack_on_one_class_is_flagged_unless_it_only_confuses_classes(
     what: str, rule: str | None, honest: dict[str, Tensor]
 ) -> None:
-    told = trial_of(public_images(), CLASSES, ARCHITECTURE)
-    assert flags(honest, answers(honest), told) == set()
-    assert flags(honest, OF_A_CLASS[what](answers(honest)), told) >= ({rule} if rule else set())
+    trial = trial_of(public_images(), CLASSES, ARCHITECTURE)
+    assert flags(honest, answers(honest), trial) == set()
+    assert flags(honest, OF_A_CLASS[what](answers(honest)), trial) >= ({rule} if rule else set())
 
 
 def test_expert_that_breaks_under_every_text_is_flagged(honest: dict[str, Tensor]) -> None:
-    told = trial_of(public_images(), TextCondition(dim=8, max_tokens=4), ARCHITECTURE)
-    assert flags(honest, answers(honest), told) == set()
+    trial = trial_of(public_images(), TextCondition(dim=8, max_tokens=4), ARCHITECTURE)
+    assert flags(honest, answers(honest), trial) == set()
     broken = where(lambda x, t, c: torch.full((len(x),), c is not None), not_a_number)
-    assert flags(honest, broken(answers(honest)), told) == {"high_loss_once", "broken_images"}
+    assert flags(honest, broken(answers(honest)), trial) == {"high_loss_once", "broken_images"}
 
 
 def test_pair_of_silos_that_send_one_expert_with_slightly_opposite_biases_is_found(
@@ -256,9 +256,10 @@ def test_secret_is_made_once_for_the_operator_alone_and_leaves_with_nothing(
     )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     send(arrived, honest)
-    told = [each for each in arrived.tiny.path.rglob("*") if each.is_file() and each != path]
+    other_files = [file for file in arrived.tiny.path.rglob("*") if file.is_file() and file != path]
     assert not any(
-        secret in each.read_bytes() or secret.hex().encode() in each.read_bytes() for each in told
+        secret in file.read_bytes() or secret.hex().encode() in file.read_bytes()
+        for file in other_files
     )
     path.write_bytes(b"short")
     with pytest.raises(SetupError, check=has_subject("keys/screening.secret")):
@@ -313,8 +314,8 @@ def test_measured_federation_agrees_with_the_documented_table() -> None:
     from examples.screening.measure import measure, recipe
 
     table = _table()
-    found = {what: (tried, flagged) for what, tried, flagged, *_ in measure(recipe(300), 1)}
-    assert set(found) == set(table)
+    counts = {what: (tried, flagged) for what, tried, flagged, *_ in measure(recipe(300), 1)}
+    assert set(counts) == set(table)
     for what, (tried, flagged) in table.items():
         if flagged in (0, tried):
-            assert found[what][1] == (found[what][0] if flagged else 0), what
+            assert counts[what][1] == (counts[what][0] if flagged else 0), what

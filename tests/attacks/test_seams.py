@@ -215,11 +215,11 @@ def test_consent_is_remembered_or_asked_for_again_however_the_reader_is_cut_shor
             )
         with case(memory=memory.__name__):
             try:
-                told = verify_release(second, keyed.root, state=state).notices
+                notices = verify_release(second, keyed.root, state=state).notices
             except ArchipelagoError as error:
                 assert "--accept-key" in str(error.remedy)
                 continue
-            assert told == (), f"the key before, {old}, is still the one remembered"
+            assert notices == (), f"the key before, {old}, is still the one remembered"
 
 
 # Looks at plans
@@ -294,10 +294,10 @@ def test_rotated_card_can_be_read_by_whoever_takes_it_to_the_aggregator(
     request.addfinalizer(lambda: os.umask(before))
     for name in ("enroll", "rotate"):
         out = tmp_path / f"{name}.json"
-        done = run_command(
+        result = run_command(
             "silo", name, tiny.sites["north"].path, "--out", out, "--passphrase-file", secret
         )
-        assert done.code == 0
+        assert result.code == 0
         assert stat.S_IMODE(out.stat().st_mode) == 0o644
     assert (
         read_card(RotatedCard.parse(out.read_bytes(), subject="x").card.encode()).silo_id == "north"

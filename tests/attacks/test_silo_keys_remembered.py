@@ -111,16 +111,16 @@ def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_c
     assert run_command("ddm", "verify", swapped, *look, "--accept-key", "east").code == 3
     # nothing of what was refused is remembered
     assert run_command("ddm", "verify", published.release, *look).code == 0
-    done = run_command(
+    result = run_command(
         "ddm", "sample", swapped, *look, *own["sample"], "--accept-key", f"east={fingerprint}"
     )
-    assert done.code == 0
+    assert result.code == 0
     assert (
         f"note: silo east has another key than remembered, which you accepted: {fingerprint}"
-        in done.err
+        in result.err
     )
-    done = run_command("ddm", "verify", swapped, *look)
-    assert (done.code, done.err) == (0, "")
+    result = run_command("ddm", "verify", swapped, *look)
+    assert (result.code, result.err) == (0, "")
 
 
 def test_reader_who_pins_the_new_key_has_consented_to_it(
@@ -323,8 +323,8 @@ def test_silos_that_vanish_appear_or_come_back_are_told(keyed, read, tmp_path) -
     assert read(without).notices == ("silo east is not in this release; it was in the last one",)
     keyed.enroll("south")
     keyed.plan(2, silos=("east", "north", "south"))
-    told = read(keyed.publish(2, tmp_path / "second")).notices
-    assert [line.split(";")[0] for line in told] == [
+    notices = read(keyed.publish(2, tmp_path / "second")).notices
+    assert [line.split(";")[0] for line in notices] == [
         "silo south is new",
         "silo east is back",
     ]
@@ -345,8 +345,8 @@ def rotate(tiny: TinyFederation, silo_id: str, folder: Path) -> Path:
     """Rotate a silo's key with its own command; return what it hands out."""
     out = folder / f"{silo_id}.rotated.json"
     words = ("--out", out, "--passphrase-file", secret(folder))
-    done = run_command("silo", "rotate", tiny.sites[silo_id].path, *words)
-    assert done.code == 0, done.err
+    result = run_command("silo", "rotate", tiny.sites[silo_id].path, *words)
+    assert result.code == 0, result.err
     return out
 
 
@@ -453,8 +453,8 @@ def test_aggregator_takes_in_no_rotation_but_the_silos_own(keyed, tmp_path: Path
     for name, (forged, code) in attacks.items():
         with case(attack=name):
             (tmp_path / "forged.json").write_bytes(forged.encode())
-            found = take(keyed, tmp_path / "forged.json")
-            assert found == code if code else found in (11, 21)
+            actual_code = take(keyed, tmp_path / "forged.json")
+            assert actual_code == code if code else actual_code in (11, 21)
     assert not (keyed.federation.registry / "rotated").exists()
     assert take(keyed, keyed.path / "east.card.json") == 0
 
@@ -514,15 +514,15 @@ def test_rotation_from_the_silos_command_to_the_readers_with_real_releases(
         == 0
     )
     publish_next_version(tiny, tmp_path / "same-plan", renew=True)
-    done = run_command("ddm", "verify", tmp_path / "same-plan", *look)
-    assert (done.code, done.err) == (0, "")
+    result = run_command("ddm", "verify", tmp_path / "same-plan", *look)
+    assert (result.code, result.err) == (0, "")
     for site in tiny.sites.values():
         write_policy(site, {**POLICY, "privacy": {"budget_epsilon": 100.0}})
         shutil.rmtree(site.inbox)
         site.inbox.mkdir()
     tiny.complete(tmp_path / "next")
-    done = run_command("ddm", "verify", tmp_path / "next", *look)
-    assert done.code == 0
-    assert f"from now on: {tiny.key('east').public.fingerprint}" in done.err
+    result = run_command("ddm", "verify", tmp_path / "next", *look)
+    assert result.code == 0
+    assert f"from now on: {tiny.key('east').public.fingerprint}" in result.err
     listed = sorted(path.name for path in (tmp_path / "next" / "targets").glob(f"*/{KEY_HISTORY}"))
     assert listed == [KEY_HISTORY]

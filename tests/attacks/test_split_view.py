@@ -153,10 +153,10 @@ def test_honest_history_is_accepted_by_memory_and_by_comparison(
     for name in ("first", "honest"):
         assert verify(histories, name, tmp_path / "reader") is None
     for name in ("first", "honest"):
-        found = verify(
+        error = verify(
             histories, "honest", tmp_path / "other", "--checkpoint", histories.proof(name)
         )
-        assert found is None
+        assert error is None
     for name in FORKS:
         with case(name=name):
             assert verify(histories, name, tmp_path / f"victim of {name}") is None
@@ -169,11 +169,11 @@ def test_reader_who_remembers_catches_the_second_history(
         with case(name=name):
             state = tmp_path / name
             assert verify(histories, "honest", state) is None
-            found = verify(histories, name, state)
-            assert isinstance(found, SplitViewError)
-            assert found.exit_code == 27
+            error = verify(histories, name, state)
+            assert isinstance(error, SplitViewError)
+            assert error.exit_code == 27
             (evidence,) = state.glob("*/split-view-*")
-            assert str(evidence) in found.remedy
+            assert str(evidence) in error.remedy
             seen, shown = (
                 open_checkpoint(
                     (evidence / f"{which}.checkpoint").read_bytes(), log_keys(histories), which
@@ -217,8 +217,8 @@ def test_two_readers_who_compare_catch_two_histories_whoever_has_which(
     for mine, theirs in pairs:
         with case(mine=mine, theirs=theirs):
             state = tmp_path / f"{mine} and {theirs}"
-            found = verify(histories, mine, state, "--checkpoint", histories.proof(theirs))
-            assert isinstance(found, SplitViewError)
+            error = verify(histories, mine, state, "--checkpoint", histories.proof(theirs))
+            assert isinstance(error, SplitViewError)
             assert list(state.glob("*/split-view-*/shown.checkpoint"))
     later = verify(
         histories, "honest", tmp_path / "x", "--checkpoint", histories.proof("forked-later")
@@ -236,8 +236,8 @@ def test_history_that_a_comparison_refused_is_not_remembered(
 ) -> None:
     """The attack: a first visit to the forked log, where nothing but another reader's checkpoint tells."""
     state = tmp_path / "reader"
-    found = verify(histories, "forked", state, "--checkpoint", histories.proof("honest"))
-    assert isinstance(found, SplitViewError)
+    error = verify(histories, "forked", state, "--checkpoint", histories.proof("honest"))
+    assert isinstance(error, SplitViewError)
     assert not list(state.glob("*/*.json"))
     assert verify(histories, "honest", state) is None
     assert isinstance(verify(histories, "forked", state), SplitViewError)
@@ -253,17 +253,17 @@ def test_second_history_is_refused_as_such_although_its_evidence_cannot_be_kept(
 
     assert verify(histories, "honest", tmp_path) is None
     monkeypatch.setattr("ddm.trust.log.checkpoint_store.write_atomic", full)
-    found = verify(histories, "forked", tmp_path)
-    assert isinstance(found, SplitViewError)
-    assert "Keep a copy" in found.remedy
-    assert "--state" not in found.remedy
+    error = verify(histories, "forked", tmp_path)
+    assert isinstance(error, SplitViewError)
+    assert "Keep a copy" in error.remedy
+    assert "--state" not in error.remedy
 
 
 def test_whole_log_is_held_against_any_checkpoint(histories: Histories, tmp_path: Path) -> None:
-    asked = ("log", histories.log, "--root", histories.root, "--state", tmp_path)
+    command = ("log", histories.log, "--root", histories.root, "--state", tmp_path)
     assert (
         ddm(
-            *asked,
+            *command,
             "--checkpoint",
             histories.proof("first"),
             "--checkpoint",
@@ -273,8 +273,8 @@ def test_whole_log_is_held_against_any_checkpoint(histories: Histories, tmp_path
     )
     for name in FORKS:
         with case(name=name):
-            found = ddm(*asked, "--checkpoint", histories.proof(name))
-            assert isinstance(found, SplitViewError)
+            error = ddm(*command, "--checkpoint", histories.proof(name))
+            assert isinstance(error, SplitViewError)
     assert len(list(tmp_path.glob("*/split-view-*"))) == len(FORKS)
 
 
@@ -285,8 +285,8 @@ def test_reader_who_remembers_catches_the_log_of_a_second_history(
         with case(name=name):
             state = tmp_path / name
             assert verify(histories, name, state) is None
-            asked = ("log", histories.log, "--root", histories.root, "--state", state)
-            assert isinstance(ddm(*asked), SplitViewError)
+            command = ("log", histories.log, "--root", histories.root, "--state", state)
+            assert isinstance(ddm(*command), SplitViewError)
 
 
 def test_copy_of_the_log_with_any_changed_file_is_refused(
@@ -326,8 +326,8 @@ def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
     assert not (tmp_path / "out").exists()
     publish_unchecked(monkeypatch)
     publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
-    found = ddm("verify", tmp_path / "out", "--root", published.root, "--state", tmp_path)
-    assert isinstance(found, TrustError)
+    error = ddm("verify", tmp_path / "out", "--root", published.root, "--state", tmp_path)
+    assert isinstance(error, TrustError)
 
 
 def test_federation_restored_from_an_old_backup_does_not_overwrite_its_public_log(

@@ -280,9 +280,9 @@ def test_process_believes_no_folder_of_another_user(tmp_path: Path) -> None:
     write_job(short_task(), folder, with_launcher("srun", "{folder}"))
     os.chown(folder.path, STRANGER, STRANGER)
     before = sorted(folder.path.iterdir())
-    done = run_process(folder.path, "-P", cwd=Path("/"))
-    assert done.returncode == UnsafePathError.exit_code, done.stderr
-    assert f"a folder of user {STRANGER}" in done.stderr
+    result = run_process(folder.path, "-P", cwd=Path("/"))
+    assert result.returncode == UnsafePathError.exit_code, result.stderr
+    assert f"a folder of user {STRANGER}" in result.stderr
     assert sorted(folder.path.iterdir()) == before
 
 
@@ -310,8 +310,8 @@ def test_module_in_the_job_s_folder_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_process_that_searches_its_working_folder_for_modules_is_refused(tmp_path: Path) -> None:
-    done = run_process(tmp_path / "job", cwd=tmp_path)
-    assert done.returncode == 2 and "python -P -m ddm.training" in done.stderr
+    result = run_process(tmp_path / "job", cwd=tmp_path)
+    assert result.returncode == 2 and "python -P -m ddm.training" in result.stderr
 
 
 def test_link_in_a_job_s_folder_is_replaced_and_never_written_through(tmp_path: Path) -> None:

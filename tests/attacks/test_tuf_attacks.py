@@ -84,8 +84,8 @@ class Readers:
 
     def operate(self, *words: object) -> None:
         """Run a command of the aggregator."""
-        done = run_command("aggregator", *words, "--passphrase-file", self.folder / "secret")
-        assert done.code == 0, done.err
+        result = run_command("aggregator", *words, "--passphrase-file", self.folder / "secret")
+        assert result.code == 0, result.err
 
     def again(self) -> None:
         """Serve the first version, untouched."""

@@ -29,8 +29,8 @@ def published(federation: Federation, server: Witness, passphrase: Path) -> Comm
         path,
         "edited",
     )
-    given = ("--out", federation.path / "out", "--renew", "--passphrase-file", passphrase)
-    return run_command("aggregator", "publish", federation.path, *given)
+    options = ("--out", federation.path / "out", "--renew", "--passphrase-file", passphrase)
+    return run_command("aggregator", "publish", federation.path, *options)
 
 
 def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
@@ -57,7 +57,7 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
 
     def verify(federation: Federation, *checkpoints: Path) -> CommandResult:
         more = [word for path in checkpoints for word in ("--checkpoint", path)]
-        given = (
+        options = (
             "--root",
             published_once.root,
             "--state",
@@ -65,18 +65,18 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
             "--witness",
             server.vkey,
         )
-        return run_command("ddm", "verify", federation.path / "out", *given, *more)
+        return run_command("ddm", "verify", federation.path / "out", *options, *more)
 
     signed = TransparencyLog.load(honest).signed
     assert signed is not None
     cosigned = public_folder(honest) / "cosigned" / str(signed.size)
     assert verify(forked).code == SignatureError.exit_code
-    done = verify(forked, public_folder(forked) / "checkpoint")
-    assert (done.code, "cosigned/" in done.err) == (SignatureError.exit_code, True)
+    result = verify(forked, public_folder(forked) / "checkpoint")
+    assert (result.code, "cosigned/" in result.err) == (SignatureError.exit_code, True)
     assert verify(honest).code == SignatureError.exit_code, "a release has no cosignature in it"
     assert (
         verify(honest, public_folder(published_once.tiny.federation) / "checkpoint").code
         == SignatureError.exit_code
     )
-    done = verify(honest, cosigned)
-    assert (done.code, "1 of 1 or more cosigned" in done.out) == (0, True)
+    result = verify(honest, cosigned)
+    assert (result.code, "1 of 1 or more cosigned" in result.out) == (0, True)

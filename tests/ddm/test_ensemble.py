@@ -371,15 +371,15 @@ def test_draw_expert_has_the_law_of_its_weights_and_never_draws_zero_weight() ->
 
 @pytest.mark.parametrize("strategy", ["full", "sample", "lock"])
 def test_sampling_reports_the_steps_that_samples_have_taken(strategy: str) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     exact(chunk_size=8).sample(
         20,
         strategy=strategy,
         steps=3,
-        options=SamplingOptions(on_progress=lambda *now: told.append(now)),
+        options=SamplingOptions(on_progress=lambda *now: reports.append(now)),
     )
-    assert told[-1] == (60, 60)
-    assert sorted(set(told)) == told
+    assert reports[-1] == (60, 60)
+    assert sorted(set(reports)) == reports
 
 
 def test_samples_can_be_used_with_autograd_afterwards() -> None:

@@ -135,7 +135,7 @@ def test_everything_arrives_identical_when_messages_are_lost_and_the_server_rest
     assert receipt.read_bytes() == (fed / "receipts" / PLAN / "north" / "1.json").read_bytes()
     assert aggregator.is_finished
     # it may still give the plan up
-    assert [each.message.kind for each in aggregator.next_requests([], 4)] == ["status_query"]
+    assert [request.message.kind for request in aggregator.next_requests([], 4)] == ["status_query"]
 
 
 def test_second_submission_is_fetched_when_the_first_was_refused(fed, limits, signer):

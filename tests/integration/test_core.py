@@ -58,8 +58,8 @@ def test_class_that_was_asked_for_is_drawn_from_a_published_release(tmp_path: Pa
     tiny.complete(tmp_path / "release", chosen)
     ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
 
-    def share_of_class_1(**asked: object) -> float:
-        drawn = ensemble.sample(64, strategy="full", steps=8, seed=0, **asked)  # type: ignore[arg-type]
+    def share_of_class_1(**condition: object) -> float:
+        drawn = ensemble.sample(64, strategy="full", steps=8, seed=0, **condition)  # type: ignore[arg-type]
         return float((bright_left(drawn.images) > 0).float().mean())
 
     assert share_of_class_1(condition=1, guidance=1.0) > 0.9
@@ -87,7 +87,7 @@ def test_silos_may_learn_on_different_paths_and_still_make_one_ensemble(tmp_path
     )
     ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
     north = list(ensemble.expert_ids).index("north")
-    expert = next(each for each in release.manifest.experts if each.silo_id == "north")
+    expert = next(listed for listed in release.manifest.experts if listed.silo_id == "north")
     as_sent = build_expert(Dit.model_validate(ARCHITECTURE), (1, 4, 4))
     as_sent.load_state_dict(
         load_tensors(release.folder / expert.file.path, None, max_bytes=expert.file.bytes)
@@ -155,9 +155,9 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
             str(out),
             *more,
         ]
-        with pytest.raises(SystemExit) as done:
+        with pytest.raises(SystemExit) as ended:
             run_app(app, [*words, "--num", "16", "--steps", "1"])
-        assert not done.value.code
+        assert not ended.value.code
         assert load_student(out)[0].base == expected, (
             "a student that is built alike starts where the experts did"
         )

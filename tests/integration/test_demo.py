@@ -51,8 +51,8 @@ def test_demo_leaves_a_grid_and_a_summary(tmp_path: Path) -> None:
         "--recipe",
         str(tmp_path / "plan.toml"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary["silos"]) == {"north", "east", "west"}
     assert all(
@@ -60,8 +60,8 @@ def test_demo_leaves_a_grid_and_a_summary(tmp_path: Path) -> None:
     )
     assert not {"router", "shares"} & set(summary), "the long comparison was not asked for"
     comparison = [sys.executable, str(EXAMPLE / "compare.py"), "--out", str(out)]
-    done = subprocess.run(comparison, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = subprocess.run(comparison, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     summary |= json.loads((out / "summary.json").read_text())
     assert {"prior", "counts", "learned", "non-private"} <= set(summary["router"][0])
     assert {"lock(1)", "sample", "full", "top-1 (biased)"} <= set(summary["shares"])

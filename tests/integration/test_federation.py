@@ -145,8 +145,8 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     killed = kill_supernode(folder, POLICED)
     with stranger_at(folder) as stranger:
         # On busy cores its first attempts may find nobody who answers in time: what counts is what it is told then.
-        told = "does not let this node in"
-        operators.wait_until(lambda: told in str(stranger.problem), "what a stranger is told")
+        message = "does not let this node in"
+        operators.wait_until(lambda: message in str(stranger.problem), "what a stranger is told")
         assert not list((folder / "stranger" / "inbox").iterdir())
     submit_code_as_anybody(folder)
     state = folder / PERSON / "private" / "state.json"

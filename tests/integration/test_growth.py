@@ -18,9 +18,9 @@ LATE_IMAGES = 30
 
 @pytest.fixture
 def operators(tmp_path: Path) -> Iterator[Operators]:
-    found = Operators(tmp_path)
-    yield found
-    found.stop()
+    operators = Operators(tmp_path)
+    yield operators
+    operators.stop()
 
 
 def run_plan(operators: Operators, silos: tuple[str, ...]) -> None:

@@ -22,9 +22,9 @@ from tests.support.tinyproxy import AVAILABLE, Tinyproxy, run_tinyproxy
 from tests.support.waiting import wait_until
 
 VARIABLES = [
-    each
+    variable
     for name in ("https_proxy", "all_proxy", "no_proxy", "http_proxy")
-    for each in (name, name.upper())
+    for variable in (name, name.upper())
 ]
 FAR = "127.0.0.2"  # an address of loopback that `no_proxy` of Flower's programs does not name
 
@@ -56,8 +56,8 @@ def test_proxy_is_the_one_that_flowers_client_takes() -> None:
         with case(environment=environment, host=host), pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
-            found = proxy_for(host)
-            assert (found.hostname if found else None) == expected
+            proxy = proxy_for(host)
+            assert (proxy.hostname if proxy else None) == expected
             with httpx.Client(verify=trusting) as client:
                 transport = client._transport_for_url(httpx.URL(f"https://{host}:9092/"))
                 assert (transport is not client._transport) == (expected is not None)
@@ -100,9 +100,9 @@ def test_each_failure_of_a_real_proxy_says_what_to_do_and_that_helps(
 
 @pytest.fixture
 def operators(tmp_path: Path) -> Iterator[Operators]:
-    found = Operators(tmp_path)
-    yield found
-    terminate_all(found.running.values())
+    operators = Operators(tmp_path)
+    yield operators
+    terminate_all(operators.running.values())
 
 
 def log_of(operators: Operators) -> str:

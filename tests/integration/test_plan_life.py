@@ -192,12 +192,12 @@ class Both:
             index=load_bundle(self.federation.bundle(self.plan_id)),
             limits=TransferLimits(shard_bytes=1 << 22, max_submission_bytes=1 << 26, wait_s=0),
         )
-        asked = 0
+        num_queries = 0
         for _ in range(60):
             for envelope in delivery.next_requests([], 4):
-                asked += isinstance(envelope.message, StatusQuery)
+                num_queries += isinstance(envelope.message, StatusQuery)
                 delivery.take(envelope.message, answer(envelope, self.limits))
-            if asked >= 2:
+            if num_queries >= 2:
                 return
             if not delivery.next_requests([], 4):  # a receipt is being made
                 return
@@ -211,9 +211,9 @@ class Both:
             self.tiny.take_in()
 
     def aggregator(self) -> SiloStatus:
-        found = read_status(self.federation, now_utc()).silo(SILO)
-        assert found
-        return found
+        status = read_status(self.federation, now_utc()).silo(SILO)
+        assert status
+        return status
 
     def check_agreement(self) -> None:
         """Both sides' status say the same, in the words of docs/reference/plan-life.md."""
@@ -252,11 +252,11 @@ class Both:
         settings_file.write_text(settings_file.read_text().replace(str(path), str(changed)))
 
     def decide(self, verdict: Any) -> None:
-        for each in quarantined_submissions(self.federation, self.plan_id):
+        for entry in quarantined_submissions(self.federation, self.plan_id):
             decision = QuarantineDecision(
                 plan_id=self.plan_id,
                 silo_id=SILO,
-                submission_digest=each.record.submission_digest,
+                submission_digest=entry.record.submission_digest,
                 verdict=verdict,
                 reason="a test",
                 at=now_utc(),

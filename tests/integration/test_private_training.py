@@ -41,7 +41,7 @@ PRIVATE = recipe(
 
 def debits(site: Site) -> list[Debit]:
     entries = open_ledger(site, site.policy()).entries
-    return [each.record for each in entries if isinstance(each.record, Debit)]
+    return [entry.record for entry in entries if isinstance(entry.record, Debit)]
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def test_ledger_holds_one_debit_for_statistics_and_expert_and_the_drawn_expert(
         assert isinstance(trained, DpSgdMechanism)
         assert total_epsilon([trained], DELTA) <= EPSILON < 1.01 * total_epsilon([trained], DELTA)
         draws = {
-            each.record.kind: each.record.draw_digest
-            for each in open_ledger(site, site.policy()).entries
-            if isinstance(each.record, Draw)
+            entry.record.kind: entry.record.draw_digest
+            for entry in open_ledger(site, site.policy()).entries
+            if isinstance(entry.record, Draw)
         }
         (signed,) = release.submissions[silo_id].experts
         assert draws["expert"] == signed.file.digest

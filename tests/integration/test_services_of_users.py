@@ -38,14 +38,14 @@ def operators(installed_for_everyone: Path) -> Iterator[Operators]:
     programs = installed_for_everyone
     folder = programs.parents[1] / "Klinik Süd"
     folder.mkdir(mode=0o755)
-    found = Operators(folder, programs=programs)
+    operators = Operators(folder, programs=programs)
     users: list[str] = [
         f"arch{os.getpid()}{name}" for name in ("agg", *(f"{s}{h}" for s in SILOS for h in "wc"))
     ]
     try:
-        yield found
+        yield operators
     finally:
-        terminate_all(found.running.values())
+        terminate_all(operators.running.values())
         for user in users:
             with suppress(subprocess.CalledProcessError):
                 subprocess.run(["userdel", user], check=True, capture_output=True)
@@ -60,10 +60,10 @@ def name_of(part: str) -> str:
 
 
 def prepare(folder: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", folder / "prepare.sh"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def serve_as_written(operators: Operators) -> None:
@@ -123,9 +123,9 @@ def break_in(user: str, wanted: dict[str, list[str]]) -> dict[str, list[str]]:
     """Run a thief as a user of the machine, and return what it got."""
     command = ["runuser", "-u", user, "--", *EMPTY, str(python_for_everyone())]
     with HOUSEBREAKER.open() as program:
-        done = subprocess.run([*command, "-", json.dumps(wanted)], stdin=program, capture_output=True, text=True,
+        result = subprocess.run([*command, "-", json.dumps(wanted)], stdin=program, capture_output=True, text=True,
                               check=True, cwd="/")  # fmt: skip
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
 def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_nothing(
@@ -153,9 +153,9 @@ def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_noth
     ]
     address = json.loads((operators.fed / "invitation.json").read_text())["address"]
     wanted = {
-        "read": [str(each) for each in (*private, *others)],
+        "read": [str(path) for path in (*private, *others)],
         "write": [
-            str(each) for each in (*private, *others, site, site / "outbox", site / "silo.toml")
+            str(path) for path in (*private, *others, site, site / "outbox", site / "silo.toml")
         ],
         "connect": [address],
     }
@@ -168,11 +168,11 @@ def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_noth
         site / "outbox",
     ]
     got = break_in(
-        name_of("northc"), {"read": [str(each) for each in mine], "write": [str(site / "inbox")]}
+        name_of("northc"), {"read": [str(path) for path in mine], "write": [str(site / "inbox")]}
     )
-    assert (got["read"], got["write"]) == ([str(each) for each in mine], [str(site / "inbox")])
+    assert (got["read"], got["write"]) == ([str(path) for path in mine], [str(site / "inbox")])
     got = break_in(
-        name_of("northw"), {"read": [str(each) for each in private], "write": [str(site / "inbox")]}
+        name_of("northw"), {"read": [str(path) for path in private], "write": [str(site / "inbox")]}
     )
     assert len(got["read"]) > 10 and got["write"] == [] and got["processes"]
     operators.wait_until(

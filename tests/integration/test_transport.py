@@ -46,14 +46,14 @@ def contents(folder):
 
 def processes_below(folder):
     """Processes whose environment names the folder, wherever they hang in the process tree."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if b"FLWR_HOME=" + os.fsencode(folder) in path.read_bytes():
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 SIGNERS = {}
@@ -182,11 +182,11 @@ class Stage:
 
     def kill_nginx(self):
         """As soon as both silos have told how they stand; from then on each holds back its answer until it has news."""
-        told = all(
+        is_partly_here = all(
             any((self.fed / "incoming" / PLAN).glob(f"{silo_id}/*"))
             for silo_id in ("north", "east")
         )
-        if NGINX and told and not self.journey.killed_nginx:
+        if NGINX and is_partly_here and not self.journey.killed_nginx:
             self.journey.killed_nginx = int(self.runtime.info()["nginx_pid"])
             os.kill(self.journey.killed_nginx, signal.SIGKILL)
 
@@ -212,19 +212,19 @@ def run_settings(nodes):
 
 @pytest.fixture(scope="module")
 def journey(tmp_path_factory):
-    done = Journey(tmp_path_factory.mktemp("transport"))
-    make_federation(done.fed)
+    journey = Journey(tmp_path_factory.mktemp("transport"))
+    make_federation(journey.fed)
     port = free_port()
     keys = {}
     couriers = {}
     for silo_id in ("north", "east"):
-        keys[silo_id] = make_site(done.root / silo_id, done.fed)
+        keys[silo_id] = make_site(journey.root / silo_id, journey.fed)
         couriers[silo_id] = Courier(
-            done.root / silo_id, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9
+            journey.root / silo_id, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9
         )
-    stage = Stage(done, couriers, port)
+    stage = Stage(journey, couriers, port)
     stage.runtime = runtime = FlowerRuntime(
-        done.fed,
+        journey.fed,
         run_settings(keys),
         host="127.0.0.1",
         port=port,
@@ -245,24 +245,24 @@ def journey(tmp_path_factory):
                 wait_until(
                     lambda: (
                         runtime.finished
-                        and done.code
-                        and done.code.done()
-                        and done.stranger_problem
+                        and journey.code
+                        and journey.code.done()
+                        and journey.stranger_problem
                     ),
                     check=check,
                     limit_s=TIMEOUT_S,
                     every_s=0.2,
                 )
-            done.finished = runtime.finished
-            done.info = runtime.info()
-            done.east = couriers["east"].info()
-            done.pids = descendants(os.getpid())
+            journey.finished = runtime.finished
+            journey.info = runtime.info()
+            journey.east = couriers["east"].info()
+            journey.pids = descendants(os.getpid())
             started = time.monotonic()
-        done.stop_s = time.monotonic() - started
+        journey.stop_s = time.monotonic() - started
     finally:
         stage.close()
-    done.left = processes_below(done.root)
-    return done
+    journey.left = processes_below(journey.root)
+    return journey
 
 
 @pytest.mark.slow
@@ -333,9 +333,9 @@ def test_no_process_is_left_when_everything_stopped(journey):
 
 @pytest.mark.slow
 def test_nothing_of_the_aggregators_machine_is_in_what_the_silos_received(journey):
-    found = (journey.root / "north" / "courier" / "flwr").rglob("*")
+    entries = (journey.root / "north" / "courier" / "flwr").rglob("*")
     received = [
-        path for path in found if path.is_file() and path.suffix in (".toml", ".json", ".py")
+        path for path in entries if path.is_file() and path.suffix in (".toml", ".json", ".py")
     ]
     assert {path.name for path in received} >= {"pyproject.toml", "client.py"}, (
         "the run's code, as Flower delivered it"
@@ -421,15 +421,15 @@ def test_plan_completes_when_the_aggregator_and_then_its_superlink_are_killed(tm
 
 def stopped(folder, pattern):
     """Stop the processes of a federation whose command holds a text: they live on and do nothing."""
-    found = []
+    pids = []
     for pid in processes_below(folder):
         line = (
             Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         )
         if pattern in line and "ddm.system.guard {" not in line:
             os.kill(pid, signal.SIGSTOP)
-            found.append(pid)
-    return found
+            pids.append(pid)
+    return pids
 
 
 @contextmanager

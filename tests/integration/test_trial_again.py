@@ -23,22 +23,22 @@ PERSON = POLICY | {"approval": {"kind": "person"}}
 
 @pytest.fixture
 def operators(tmp_path: Path) -> Iterator[Operators]:
-    found = Operators(tmp_path)
-    yield found
-    found.stop()
+    operators = Operators(tmp_path)
+    yield operators
+    operators.stop()
 
 
 def silo_status(operators: Operators, silo: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(
+    status: dict[str, object] = json.loads(
         operators.call("silo", "status", operators.folder / silo, "--json")
     )
-    return found
+    return status
 
 
 def standing(operators: Operators, silo: str) -> str:
     """What `aggregator status` says of a silo."""
-    found = json.loads(operators.call("aggregator", "status", operators.fed, "--json"))
-    return str(next(each["standing"] for each in found["silos"] if each["silo_id"] == silo))
+    status = json.loads(operators.call("aggregator", "status", operators.fed, "--json"))
+    return str(next(entry["standing"] for entry in status["silos"] if entry["silo_id"] == silo))
 
 
 def paid(operators: Operators, silo: str) -> list[str]:
@@ -50,8 +50,8 @@ def paid(operators: Operators, silo: str) -> list[str]:
 
 def is_in(operators: Operators, silo: str, state: str, plan_id: str) -> bool:
     path = operators.folder / silo / "private" / "state.json"
-    found = json.loads(path.read_bytes()) if path.exists() else {}
-    return (found.get("state"), found.get("plan_id")) == (state, plan_id)
+    document = json.loads(path.read_bytes()) if path.exists() else {}
+    return (document.get("state"), document.get("plan_id")) == (state, plan_id)
 
 
 def end(operators: Operators, *services: str) -> None:

@@ -18,19 +18,21 @@ PROGRAMS = ("silo", "aggregator", "ddm")
 def test_wheelhouse_holds_what_its_lock_names_and_no_development_tool(wheelhouse: Path) -> None:
     lock = (wheelhouse / "requirements.lock").read_text("utf-8")
     named = {line.split("==")[0].split("[")[0] for line in lock.splitlines() if "==" in line}
-    held = {each.name.split("-")[0].lower().replace("_", "-") for each in wheelhouse.glob("*.whl")}
-    assert {each.lower().replace("_", "-").replace(".", "-") for each in named} >= held
+    held = {
+        wheel.name.split("-")[0].lower().replace("_", "-") for wheel in wheelhouse.glob("*.whl")
+    }
+    assert {name.lower().replace("_", "-").replace(".", "-") for name in named} >= held
     assert {"archipelago", "torch", "flwr", "pydicom", "transformers"} <= held
     assert not held & {"pytest", "ruff", "mypy", "selenium", "hypothesis", "diffusers"}
-    assert {each.suffix for each in wheelhouse.iterdir()} == {".whl", ".lock"}
+    assert {path.suffix for path in wheelhouse.iterdir()} == {".whl", ".lock"}
 
 
 def test_wheelhouse_installs_without_a_network_and_uninstalls_without_a_trace(
     wheelhouse: Path, tmp_path: Path
 ) -> None:
     environment = tmp_path / "environment"
-    done = install_wheelhouse(wheelhouse, environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = install_wheelhouse(wheelhouse, environment)
+    assert result.returncode == 0, result.stdout + result.stderr
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
     subprocess.run([*pip, "check"], check=True, capture_output=True)
     for name in PROGRAMS:
@@ -59,7 +61,9 @@ def test_wheelhouse_installs_without_a_network_and_uninstalls_without_a_trace(
         check=True,
         capture_output=True,
     )
-    listed = {each["name"].lower() for each in json.loads(bill.read_text("utf-8"))["components"]}
+    listed = {
+        component["name"].lower() for component in json.loads(bill.read_text("utf-8"))["components"]
+    }
     assert {"archipelago", "torch", "flwr"} <= listed and "pytest" not in listed
     site = tmp_path / "site"
     site.mkdir()
@@ -67,13 +71,13 @@ def test_wheelhouse_installs_without_a_network_and_uninstalls_without_a_trace(
     subprocess.run(
         [*pip, "uninstall", "--yes", "archipelago"], check=True, capture_output=True, cwd=site
     )
-    left = [each for name in PACKAGES for each in packages.glob(f"{name}*")] + list(
+    left = [path for name in PACKAGES for path in packages.glob(f"{name}*")] + list(
         packages.glob("archipelago*")
     )
     assert not [
-        each
-        for each in left
-        if each.suffix != ".pth" and each.name.split(".")[0] in (*PACKAGES, "archipelago")
+        path
+        for path in left
+        if path.suffix != ".pth" and path.name.split(".")[0] in (*PACKAGES, "archipelago")
     ]
     assert not [name for name in PROGRAMS if (environment / "bin" / name).exists()]
     assert (site / "silo.toml").read_text() == "kept"
@@ -85,8 +89,8 @@ def test_wheelhouse_with_another_byte_is_refused(wheelhouse: Path, tmp_path: Pat
     data = bytearray(wheel.read_bytes())
     data[len(data) // 2] ^= 1
     wheel.write_bytes(bytes(data))
-    done = install_wheelhouse(copy, tmp_path / "environment")
-    assert done.returncode != 0 and "HASHES" in done.stderr and "tuf" in done.stderr
+    result = install_wheelhouse(copy, tmp_path / "environment")
+    assert result.returncode != 0 and "HASHES" in result.stderr and "tuf" in result.stderr
 
 
 def test_makefile_fills_it_in_build() -> None:

@@ -127,8 +127,8 @@ def test_ensemble_is_held_to_its_fid_as_well_as_to_its_bytes() -> None:
 
     def target(fid: float, num_bytes: float) -> tuple[float, str]:
         rows = targets({8: {ONE_SHOT: cell(fid, num_bytes), FEDAVG: cell(10.0, 1000.0)}})
-        found = next(row for row in rows if row.figure.startswith("bytes"))
-        return found.value or 0.0, found.met
+        target = next(row for row in rows if row.figure.startswith("bytes"))
+        return target.value or 0.0, target.met
 
     assert target(9.0, 9.0)[0] == pytest.approx(0.009) and target(9.0, 9.0)[1] == "yes"
     assert target(11.0, 9.0)[1] == "no" and target(9.0, 11.0)[1] == "no"

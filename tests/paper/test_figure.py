@@ -192,7 +192,7 @@ def test_groups_without_labels_have_a_target_of_their_own_where_they_were_measur
         "no label" in target.figure for target in check_targets("fashion-mnist", without)
     )
     with_hog = [_seed(number, *records, _record("counts, hog", 1.0, 0.48)) for number in range(2)]
-    (found,) = (
+    (met_target,) = (
         target for target in check_targets("fashion-mnist", with_hog) if "no label" in target.figure
     )
-    assert found.value == pytest.approx(0.96) and not found.met
+    assert met_target.value == pytest.approx(0.96) and not met_target.met

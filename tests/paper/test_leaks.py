@@ -29,8 +29,8 @@ def world() -> World:
 
 
 def cell(choice: str, images: int, auc: float) -> Cell:
-    found = Figure(value=auc, low=auc - 0.05, high=auc + 0.05)
-    figures = dict.fromkeys(("auc", "tpr", "copies", "fid", "kid"), found)
+    figure = Figure(value=auc, low=auc - 0.05, high=auc + 0.05)
+    figures = dict.fromkeys(("auc", "tpr", "copies", "fid", "kid"), figure)
     return Cell(
         choice=choice,
         images=images,
@@ -123,7 +123,7 @@ def test_a_run_measures_each_expert_once_and_an_overfitted_one_is_found(
     assert leaks.main() == 0
     page = (tmp_path / "README.md").read_text("utf-8")
     whole, private = (
-        float(found) for found in re.findall(r"(?:fail|pass|inconclusive) +(\d\.\d+)", page)
+        float(number) for number in re.findall(r"(?:fail|pass|inconclusive) +(\d\.\d+)", page)
     )
     assert whole > 0.9 > 0.7 > private
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}

@@ -155,9 +155,9 @@ def further(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("further") / "out"
 
     def some(preset: Preset) -> dict[int, Table]:
-        found = {number: tables(preset)[number] for number in SOME}
+        chosen = {number: tables(preset)[number] for number in SOME}
         return {
-            n: replace(found[n], rows=[row for row in found[n].rows if row.label in SOME[n]])
+            n: replace(chosen[n], rows=[row for row in chosen[n].rows if row.label in SOME[n]])
             for n in SOME
         }
 
@@ -202,7 +202,7 @@ def test_routers_of_a_federation_are_told_apart_by_what_they_know(further: Path)
         loss["exact counts, lock(.5)"],
         loss["prior alone, lock(.5)"],
     )
-    assert all(0 < each < 2 for each in error.values())
+    assert all(0 < value < 2 for value in error.values())
 
 
 def test_classes_are_asked_for_and_guidance_costs_a_second_evaluation(further: Path) -> None:
@@ -214,8 +214,12 @@ def test_classes_are_asked_for_and_guidance_costs_a_second_evaluation(further: P
     plans = [
         json.loads(path.read_bytes()) for path in further.glob("models/*/islands/plan/plan.json")
     ]
-    asked = [exception for plan in plans for exception in plan["objective"].get("exceptions", [])]
-    assert [(each["path"], each["prediction"]) for each in asked] == [("cosine_vp", "v")]
+    exceptions = [
+        exception for plan in plans for exception in plan["objective"].get("exceptions", [])
+    ]
+    assert [(exception["path"], exception["prediction"]) for exception in exceptions] == [
+        ("cosine_vp", "v")
+    ]
 
 
 def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy() -> None:
@@ -223,8 +227,8 @@ def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy
         fids = {"full": full, "lock(.5)": lock}
         losses = {"cross_entropy": 1 - loss, "validation_cross_entropy": loss}
         return {
-            f"{name}, {each}": {n: cell(n, fid=fid, **losses) for n in range(3)}
-            for each, fid in fids.items()
+            f"{name}, {kind}": {n: cell(n, fid=fid, **losses) for n in range(3)}
+            for kind, fid in fids.items()
         }
 
     cells = rows("exact counts", 0.5, 10.0, 20.0) | rows("labelled training images", 0.7, 1.0, 1.0)
@@ -433,8 +437,8 @@ def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
     images_K = [torch.randn(num, 1, 2, 2, generator=generator) for num in (5, 2)]
     x_B = torch.randn(3, 1, 2, 2, generator=generator)
     t_B = torch.tensor([0.3, 0.6, 1.0])
-    found = torch.softmax(ExactRouter(images_K).log_likelihood(x_B, t_B), 1)
-    for x, t, answer in zip(x_B.double(), t_B.double(), found, strict=True):
+    answer_BK = torch.softmax(ExactRouter(images_K).log_likelihood(x_B, t_B), 1)
+    for x, t, answer in zip(x_B.double(), t_B.double(), answer_BK, strict=True):
         density = torch.stack(
             [
                 (-0.5 * (x - (1 - t) * own.double()).square().sum((1, 2, 3)) / t**2).exp().mean()
@@ -442,7 +446,7 @@ def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
             ]
         )
         assert torch.allclose(density / density.sum(), answer.double(), atol=1e-5)
-    assert found[2].tolist() == pytest.approx([0.5, 0.5])
+    assert answer_BK[2].tolist() == pytest.approx([0.5, 0.5])
 
 
 def cell(seed: int, **values: float) -> Cell:
@@ -521,7 +525,7 @@ def test_student_of_the_target_starts_from_an_expert_where_that_was_measured() -
     }
 
     def value() -> float | None:
-        return next(each for each in targets({5: cells}) if "student" in each.figure).value
+        return next(target for target in targets({5: cells}) if "student" in target.figure).value
 
     assert value() == pytest.approx(2.0)
     cells[FROM_EXPERT] = {n: cell(n, fid=9.0) for n in range(3)}
@@ -567,7 +571,7 @@ def test_target_is_met_or_missed_by_its_whole_interval() -> None:
         over = {"lock(1)": {n: cell(n, fid=fid) for n, fid in enumerate(fids)}}
         under = {"monolith": {n: cell(n, fid=1.0) for n in range(len(fids))}}
         return next(
-            each for each in targets({1: over | under}) if "the paper's gain" in each.figure
+            target for target in targets({1: over | under}) if "the paper's gain" in target.figure
         ).met
 
     assert ratio(0.5, 0.52, 0.51) == "yes" and ratio(0.5, 0.72, 0.8) == "undecided"
@@ -679,7 +683,7 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
 
     def found() -> Target:
         return next(
-            each for each in targets({4: cells}) if each.figure.startswith("training FLOPs")
+            target for target in targets({4: cells}) if target.figure.startswith("training FLOPs")
         )
 
     assert found().value == pytest.approx(0.5)
@@ -737,12 +741,12 @@ def test_all_seeds_of_a_row_are_trained_at_one_rate(world: World, tmp_path: Path
     )
     assert lab.rate(Monolith()) == lab.chosen(Monolith()) == before
     row = Row(table=1, label="monolith", source=Monolith())
-    for rate, found in ((0.25, False), (0.5, True)):
+    for rate, is_found in ((0.25, False), (0.5, True)):
         cost = Cost(
             steps=1, batch_size=1, learning_rate=rate, flops=1, router_flops=0, seconds=1, commit=""
         )
         lab.kept.write(lab.key(row, 0), cell(0, fid=1.0).model_copy(update={"cost": cost}))
-        assert (lab.found(row, 0) is not None) == found
+        assert (lab.found(row, 0) is not None) == is_found
 
 
 def test_labels_and_pixels_of_an_npz_are_held_to_what_they_mean(tmp_path: Path) -> None:
@@ -791,12 +795,12 @@ def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:
         seed: Figure(value=recall, low=0.8, high=1.0) for seed, recall in enumerate((0.9, 1.0, 1.0))
     }
     by_seed = {
-        seed: cell(seed).model_copy(update={"figures": {"recall": each}})
-        for seed, each in recalls.items()
+        seed: cell(seed).model_copy(update={"figures": {"recall": recall}})
+        for seed, recall in recalls.items()
     }
-    found = over_seeds(by_seed, "recall")
+    interval = over_seeds(by_seed, "recall")
     # a share is never above 1
-    assert found and found[1] and 0 < found[1] < found[0] and found[2] == 1.0
+    assert interval and interval[1] and 0 < interval[1] < interval[0] and interval[2] == 1.0
 
 
 def test_every_preset_has_rows_that_differ_and_batches_that_divide() -> None:

@@ -77,11 +77,11 @@ def test_merged_expert_answers_as_the_adapted_one_and_has_the_tensors_of_its_arc
     expert.load_state_dict(load_tensors(tmp_path / "whole.safetensors", specs, max_bytes=1 << 24))
     x = images(6)
     t = torch.linspace(0.1, 0.9, 6)
-    asked = (x, t) if condition.kind == "none" else (x, t, torch.randn(6, 2, 3))
+    inputs = (x, t) if condition.kind == "none" else (x, t, torch.randn(6, 2, 3))
     base = public_expert(9, architecture, condition)
     with torch.no_grad():
-        assert torch.allclose(expert(*asked), adapted(*asked), atol=1e-5)
-        assert not torch.allclose(base(*asked), adapted(*asked), atol=1e-2)
+        assert torch.allclose(expert(*inputs), adapted(*inputs), atol=1e-5)
+        assert not torch.allclose(base(*inputs), adapted(*inputs), atol=1e-2)
 
 
 def test_lora_trains_its_factors_alone_and_the_released_update_has_their_rank(

@@ -20,14 +20,14 @@ SHAPE = (1, 8, 8)
 
 
 def network() -> nn.Module:
-    found = (
+    model = (
         build_expert(Dit(patch=2, hidden=32, depth=2, heads=2), SHAPE).eval().requires_grad_(False)
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        for parameter in found.parameters():  # a fresh model answers 0 everywhere
+        for parameter in model.parameters():  # a fresh model answers 0 everywhere
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return found
+    return model
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -43,14 +43,14 @@ def test_kept_bfloat16_weights_answer_as_autocast_would_to_the_byte() -> None:
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(*x_t).float()
-        found = call(*x_t)
+        answer = call(*x_t)
         full = plain(*x_t)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
-    assert 0 < float((found - full).norm() / full.norm()) < 0.05
+    assert answer.dtype == torch.float32
+    assert torch.equal(answer, expected)
+    assert 0 < float((answer - full).norm() / full.norm()) < 0.05
     products = [module for module in lowered.modules() if isinstance(module, nn.Linear)]
     assert all(module.weight.dtype == torch.bfloat16 for module in products)
-    assert {each.dtype for each in lowered.buffers()} == {torch.float32}, (
+    assert {buffer.dtype for buffer in lowered.buffers()} == {torch.float32}, (
         "times and positions stay as they are"
     )
 
@@ -97,8 +97,8 @@ def test_compiled_expert_answers_as_an_eager_one() -> None:
     plain = network()
     x_t = inputs()
     with torch.inference_mode():
-        found = Arithmetic(compile=True).prepare(plain)(*x_t)
-        torch.testing.assert_close(found, plain(*x_t), atol=1e-4, rtol=1e-4)
+        answer = Arithmetic(compile=True).prepare(plain)(*x_t)
+        torch.testing.assert_close(answer, plain(*x_t), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -44,18 +44,18 @@ def test_training_in_bf16_attends_as_in_float64(
     tokens: int, others: int, masked: bool, fused: list[torch.dtype]
 ) -> None:
     mask = keep_some(tokens, others) if masked else None
-    found = inputs(tokens, others, torch.bfloat16)
+    narrow = inputs(tokens, others, torch.bfloat16)
     exact = inputs(tokens, others, torch.bfloat16)
-    out = attend(found[0], found[1], found[2], mask)
+    out = attend(narrow[0], narrow[1], narrow[2], mask)
     assert fused == ([] if others <= 8 * HEAD else [torch.float32])
-    wide = [each.double() for each in exact]
+    wide = [tensor.double() for tensor in exact]
     expected = F.scaled_dot_product_attention(*wide, attn_mask=mask).transpose(1, 2).flatten(2)
     assert out.shape == (B, tokens, A * HEAD)
     assert torch.allclose(out.double(), expected, atol=0.03, rtol=0.02)
     towards = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).double()
     (out.double() * towards).sum().backward()
     (expected * towards).sum().backward()
-    for mine, theirs in zip(found, exact, strict=True):
+    for mine, theirs in zip(narrow, exact, strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
         error = (

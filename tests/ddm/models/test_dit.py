@@ -149,11 +149,11 @@ def test_dit_equals_its_definition_written_out() -> None:
     model = awake()
     x, t_B = inputs()
     with torch.no_grad():
-        found = model(x, t_B)
+        actual = model(x, t_B)
         expected = torch.stack(
             [plain_dit(model, image, t) for image, t in zip(x, t_B, strict=True)]
         )
-        assert torch.allclose(found, expected, atol=1e-10)
+        assert torch.allclose(actual, expected, atol=1e-10)
         assert not torch.allclose(model(x, t_B.flip(0)), expected, atol=1e-2)
         assert not torch.allclose(model(x.flip(3), t_B).flip(3), expected, atol=1e-2)
 
@@ -268,14 +268,14 @@ def flops_by_hand(architecture: Dit, shape: tuple[int, int, int], condition: Con
     tokens = shape[1] * shape[2] // architecture.patch**2
     block = tokens * (3 + 1 + 4 + 4) * hidden**2 + 2 * tokens**2 * hidden
     once = 256 * hidden + hidden**2 + (6 * depth + 2) * hidden**2 + 2 * tokens * values * hidden
-    given = tokens * values * hidden + 256 * hidden
+    input_products = tokens * values * hidden + 256 * hidden
     if isinstance(condition, TextCondition):
         words = condition.max_tokens
         dim = condition.dim
         block += (2 * tokens + 2 * words) * hidden**2 + 2 * tokens * words * hidden
         once += words * (dim * hidden + hidden**2)
-        given += words * dim * hidden
-    return 6 * (depth * block + once) - 2 * given
+        input_products += words * dim * hidden
+    return 6 * (depth * block + once) - 2 * input_products
 
 
 @pytest.mark.parametrize("condition", [NoCondition(), CLASSES, TEXT], ids=["none", "class", "text"])
@@ -324,8 +324,8 @@ def test_class_conditional_sizes_differ_from_the_published_ones_by_positions_and
         "XL/4": 675e6,
         "XL/8": 676e6,
     }
-    for name, about in published.items():
-        assert count(Dit.published_size(name), imagenet) == pytest.approx(about, rel=0.005)
+    for name, expected in published.items():
+        assert count(Dit.published_size(name), imagenet) == pytest.approx(expected, rel=0.005)
     assert count(Dit.published_size("L/2"), imagenet) != pytest.approx(675e6, rel=0.005)
 
 

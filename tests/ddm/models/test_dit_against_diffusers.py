@@ -49,11 +49,11 @@ def ours_of(net: Any) -> nn.Module:
     """Our network with the same weights, and with diffusers' frequencies of time and order of positions."""
     ours: Any = build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=CLASSES)).eval()
     theirs = dict(net.state_dict())
-    found = dict[str, Tensor]()
+    weights = dict[str, Tensor]()
     patch = DIT.patch
     hidden = DIT.hidden
-    found["embed.weight"] = theirs["pos_embed.proj.weight"].flatten(1)
-    found["embed.bias"] = theirs["pos_embed.proj.bias"]
+    weights["embed.weight"] = theirs["pos_embed.proj.weight"].flatten(1)
+    weights["embed.bias"] = theirs["pos_embed.proj.bias"]
     by_channel = (
         torch.arange(patch * patch * SHAPE[0])
         .view(patch, patch, SHAPE[0])
@@ -65,22 +65,24 @@ def ours_of(net: Any) -> nn.Module:
         "proj_out_1"
     ]
     for kind in ("weight", "bias"):
-        found[f"head.{kind}"] = theirs[f"proj_out_2.{kind}"][by_channel]
-        found[f"time.mlp.0.{kind}"] = theirs[f"{time}.timestep_embedder.linear_1.{kind}"]
-        found[f"time.mlp.2.{kind}"] = theirs[f"{time}.timestep_embedder.linear_2.{kind}"]
-        found[f"modulation.{kind}"] = torch.cat([theirs[f"{name}.{kind}"] for name in modulations])
+        weights[f"head.{kind}"] = theirs[f"proj_out_2.{kind}"][by_channel]
+        weights[f"time.mlp.0.{kind}"] = theirs[f"{time}.timestep_embedder.linear_1.{kind}"]
+        weights[f"time.mlp.2.{kind}"] = theirs[f"{time}.timestep_embedder.linear_2.{kind}"]
+        weights[f"modulation.{kind}"] = torch.cat(
+            [theirs[f"{name}.{kind}"] for name in modulations]
+        )
         for n in range(DIT.depth):
             block = f"transformer_blocks.{n}"
-            found[f"blocks.{n}.qkv.{kind}"] = torch.cat(
+            weights[f"blocks.{n}.qkv.{kind}"] = torch.cat(
                 [theirs[f"{block}.attn1.to_{part}.{kind}"] for part in "qkv"]
             )
-            found[f"blocks.{n}.project.{kind}"] = theirs[f"{block}.attn1.to_out.0.{kind}"]
-            found[f"blocks.{n}.up.{kind}"] = theirs[f"{block}.ff.net.0.proj.{kind}"]
-            found[f"blocks.{n}.down.{kind}"] = theirs[f"{block}.ff.net.2.{kind}"]
-    found["classes.table.weight"] = theirs[f"{time}.class_embedder.embedding_table.weight"].roll(
+            weights[f"blocks.{n}.project.{kind}"] = theirs[f"{block}.attn1.to_out.0.{kind}"]
+            weights[f"blocks.{n}.up.{kind}"] = theirs[f"{block}.ff.net.0.proj.{kind}"]
+            weights[f"blocks.{n}.down.{kind}"] = theirs[f"{block}.ff.net.2.{kind}"]
+    weights["classes.table.weight"] = theirs[f"{time}.class_embedder.embedding_table.weight"].roll(
         1, 0
     )
-    ours.load_state_dict(found)
+    ours.load_state_dict(weights)
     # Diffusers' largest period is reached by the last frequency, and its columns come before its rows.
     half = len(ours.time.frequencies)
     ours.time.frequencies.copy_(
@@ -111,9 +113,9 @@ def test_dit_has_as_many_weights_as_diffusers_but_for_the_embeddings_that_every_
 ):
     net = diffusers_dit()
     ours = build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=CLASSES))
-    repeated = sum(each.numel() for each in net.transformer_blocks[0].norm1.emb.parameters()) * (
-        DIT.depth - 1
-    )
-    assert sum(each.numel() for each in net.parameters()) - repeated == sum(
-        each.numel() for each in ours.parameters()
+    repeated = sum(
+        parameter.numel() for parameter in net.transformer_blocks[0].norm1.emb.parameters()
+    ) * (DIT.depth - 1)
+    assert sum(parameter.numel() for parameter in net.parameters()) - repeated == sum(
+        parameter.numel() for parameter in ours.parameters()
     )

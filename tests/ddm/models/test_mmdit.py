@@ -198,8 +198,8 @@ def flops_by_hand(architecture: Mmdit) -> int:
         products -= words * 10 * hidden**2 + 2 * words * both * hidden
         modulations -= 4
     products += (modulations + 1 + 1) * hidden**2 + words * hidden**2 + seen * 12 * hidden
-    given = seen * 12 * hidden + 256 * hidden + words * 5 * hidden
-    return 6 * products + 4 * given
+    input_products = seen * 12 * hidden + 256 * hidden + words * 5 * hidden
+    return 6 * products + 4 * input_products
 
 
 @pytest.mark.parametrize("shared_depth", [0, 1, 3])

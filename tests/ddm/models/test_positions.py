@@ -30,12 +30,12 @@ def brute_force(rows: int, columns: int, hidden: int, grid: tuple[int, int]) -> 
 def test_positions_are_rescaled_to_the_range_that_was_trained(
     rows: int, columns: int, grid: tuple[int, int]
 ) -> None:
-    found = sincos_positions(rows, columns, 16, grid)
+    positions = sincos_positions(rows, columns, 16, grid)
     torch.testing.assert_close(
-        found.double(), brute_force(rows, columns, 16, grid), rtol=0, atol=1e-5
+        positions.double(), brute_force(rows, columns, 16, grid), rtol=0, atol=1e-5
     )
     unscaled = sincos_positions(rows, columns, 16)
-    assert (found - unscaled).abs().max() > 0.3  # the control: without a grid they are others
+    assert (positions - unscaled).abs().max() > 0.3  # the control: without a grid they are others
 
 
 def test_positions_of_the_same_size_are_equal_to_the_bit() -> None:
@@ -47,7 +47,8 @@ def test_positions_of_the_same_size_are_equal_to_the_bit() -> None:
         condition = TextCondition(dim=4, max_tokens=3)
         gridded = architecture.model_copy(update={"position_grid": (4, 4)})
         one, other = (
-            build_expert(each, (1, 8, 8), condition=condition) for each in (architecture, gridded)
+            build_expert(variant, (1, 8, 8), condition=condition)
+            for variant in (architecture, gridded)
         )
         assert torch.equal(one.position_ND, other.position_ND)
 

@@ -65,22 +65,22 @@ def test_shares_of_a_condition_need_no_image_and_are_none_without_one() -> None:
     text = torch.randn(3, 2, 5).double()
     text[2] = 0
     text[0, 1] = 0  # no text, and a padded one
-    for told, null, condition in (
+    for labels, null, condition in (
         (torch.tensor([0, 2, -1]), torch.tensor([-1]), ClassCondition(num_classes=3)),
         (text, torch.zeros(1, 2, 5).double(), TextCondition(dim=5, max_tokens=2)),
     ):
         router = router_with_random_weights(condition=condition)
-        found = router.log_shares(told, 3)
-        assert found.shape == (3, 4) and torch.equal(found[2], torch.zeros(4).double())
-        assert not torch.allclose(found[0], found[1], atol=1e-3)
+        shares = router.log_shares(labels, 3)
+        assert shares.shape == (3, 4) and torch.equal(shares[2], torch.zeros(4).double())
+        assert not torch.allclose(shares[0], shares[1], atol=1e-3)
         for none in (
             router.log_shares(null, 1),
             router.log_shares(None, 1),
             router_with_random_weights().log_shares(None, 1),
         ):
             assert torch.equal(none, torch.zeros(1, 4).double())
-        alone = told[:1, :1] if condition.kind == "text" else told[:1]  # without its padding
-        torch.testing.assert_close(router.log_shares(alone, 1), found[:1])
+        alone = labels[:1, :1] if condition.kind == "text" else labels[:1]  # without its padding
+        torch.testing.assert_close(router.log_shares(alone, 1), shares[:1])
 
 
 def test_router_of_scale_b_weighs_what_the_explanation_says() -> None:

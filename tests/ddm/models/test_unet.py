@@ -98,7 +98,7 @@ def test_condition_changes_the_answer_and_nobody_with_one_is_asked_as_each_witho
     (x, t_B) = inputs(shape)
     model = awake(shape, condition)
     with torch.no_grad():
-        answers = [model(x, t_B, each) for each in (c, c.roll(1, 0), nobody)]
+        answers = [model(x, t_B, condition) for condition in (c, c.roll(1, 0), nobody)]
         torch.testing.assert_close(model(x, t_B), answers[2])
         for one, other in itertools.combinations(answers, 2):
             assert bool(((one - other).flatten(1).abs().amax(1) > 1e-4).all())

@@ -51,13 +51,15 @@ def counts(world: RouterProblem) -> CountsRouter:
 def test_overconfident_router_is_cooled_to_where_it_was(
     counts: CountsRouter, public: PublicData
 ) -> None:
-    found = calibrate(OverconfidentRouter(counts, 3.0), public)
-    assert found.temperature == pytest.approx(3.0, rel=0.1)
-    for error in found.errors[:4]:
+    calibration = calibrate(OverconfidentRouter(counts, 3.0), public)
+    assert calibration.temperature == pytest.approx(3.0, rel=0.1)
+    for error in calibration.errors[:4]:
         assert error.after[0] < error.before[0]
         assert error.after[0] <= error.after[2] and error.after[1] <= error.after[0]
-    assert found.errors[1].after[0] < 0.5 * found.errors[1].before[0]
-    assert found.errors[1].after[2] < found.errors[1].before[1]  # the intervals do not touch
+    assert calibration.errors[1].after[0] < 0.5 * calibration.errors[1].before[0]
+    assert (
+        calibration.errors[1].after[2] < calibration.errors[1].before[1]
+    )  # the intervals do not touch
 
 
 def test_temperature_leaves_noise_as_it_is_and_is_whole_without(
@@ -95,9 +97,9 @@ def test_timid_router_is_sharpened(counts: CountsRouter, public: PublicData) -> 
 
 
 def test_calibrated_router_keeps_temperature_1(counts: CountsRouter, public: PublicData) -> None:
-    found = calibrate(counts, public)
-    assert found.temperature == 1.0
-    assert all(error.before == error.after for error in found.errors)
+    calibration = calibrate(counts, public)
+    assert calibration.temperature == 1.0
+    assert all(error.before == error.after for error in calibration.errors)
 
 
 def test_calibration_error_matches_its_definition_written_out(world: RouterProblem) -> None:
@@ -130,17 +132,17 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
     evidence = Evidence(torch.diag(size), size.tolist(), EXACT, layout)
     images = torch.randn(300, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     data = PublicData(images, label_N, evidence, (size.double() / 300).tolist(), PATH, seed=0)
-    found = calibrate(OverconfidentRouter(counts, 2.0), data)
+    calibration = calibrate(OverconfidentRouter(counts, 2.0), data)
     _, judge_N = halves(label_N, 0)
     log_prior_E = (size.double() / 300).log()
-    assert [(band.low, band.high) for band in found.errors] == list(
+    assert [(band.low, band.high) for band in calibration.errors] == list(
         BANDS
-    ) and found.temperature != 1.0
+    ) and calibration.temperature != 1.0
     for index, band in enumerate(BANDS):
         log_DNE = data.log_likelihoods(OverconfidentRouter(counts, 2.0), band, index)[:, judge_N]
         for temperature, error in (
-            (1.0, found.errors[index].before),
-            (found.temperature, found.errors[index].after),
+            (1.0, calibration.errors[index].before),
+            (calibration.temperature, calibration.errors[index].after),
         ):
             divisor_DN = (
                 1 + (temperature - 1) * (1 - data.times(band, index)[:, judge_N].double()).square()
@@ -154,13 +156,22 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
             assert error[0] == pytest.approx(theirs, abs=1e-6) and error[1] <= error[0] <= error[2]
         # the diagram is of the published temperature, the last one
         seen = share[share > 0] / share.sum() >= 0.01
-        bins = found.errors[index].bins
-        assert [each.confidence for each in bins] == pytest.approx(list(claimed[seen]), abs=1e-6)
-        assert [each.accuracy[0] for each in bins] == pytest.approx(list(right[seen]), abs=1e-6)
-        assert all(
-            0 <= each.accuracy[1] <= each.accuracy[0] <= each.accuracy[2] <= 1 for each in bins
+        bins = calibration.errors[index].bins
+        assert [calibration_bin.confidence for calibration_bin in bins] == pytest.approx(
+            list(claimed[seen]), abs=1e-6
         )
-        assert sum(each.share for each in bins) == pytest.approx(1, abs=0.05)
+        assert [calibration_bin.accuracy[0] for calibration_bin in bins] == pytest.approx(
+            list(right[seen]), abs=1e-6
+        )
+        assert all(
+            0
+            <= calibration_bin.accuracy[1]
+            <= calibration_bin.accuracy[0]
+            <= calibration_bin.accuracy[2]
+            <= 1
+            for calibration_bin in bins
+        )
+        assert sum(calibration_bin.share for calibration_bin in bins) == pytest.approx(1, abs=0.05)
 
 
 def test_calibration_is_read_back_from_a_manifest_as_it_was_measured() -> None:

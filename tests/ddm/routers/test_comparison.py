@@ -81,11 +81,11 @@ def _compare(
 
 def test_public_comparison_finds_the_silos_own_cross_entropy(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
-    found = _compare(world, counts, _silent(counts), noisy)
+    comparison = _compare(world, counts, _silent(counts), noisy)
     x = torch.cat(world.silos)
     label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     for public, silo in zip(
-        found.bands, cross_entropy(counts, x, label, world.num_units), strict=True
+        comparison.bands, cross_entropy(counts, x, label, world.num_units), strict=True
     ):
         assert abs(public.counts - silo.value) < 5 * silo.error
         assert public.prior == pytest.approx(
@@ -95,9 +95,9 @@ def test_public_comparison_finds_the_silos_own_cross_entropy(world: RouterProble
 
 def test_router_is_not_worse_than_itself(world: RouterProblem) -> None:
     counts, noisy = _counts(world)
-    found = _compare(world, counts, _silent(counts), noisy)
-    assert found.sketches is not None and not found.worse
-    assert all(band.difference == 0 for band in (*found.bands, found.sketches))
+    comparison = _compare(world, counts, _silent(counts), noisy)
+    assert comparison.sketches is not None and not comparison.worse
+    assert all(band.difference == 0 for band in (*comparison.bands, comparison.sketches))
     assert not _silent(counts).differs(counts)
 
 
@@ -115,11 +115,11 @@ def test_harmful_network_is_found_worse_where_it_speaks(world: RouterProblem) ->
     harmful = _silent(counts)
     with torch.no_grad():
         harmful.residual.layers[-1].bias.copy_(torch.tensor([-4.0, 4.0]))
-    found = _compare(world, counts, harmful, noisy)
+    comparison = _compare(world, counts, harmful, noisy)
     assert harmful.differs(counts)
-    assert found.worse[0] == found.bands[0]  # near the data it speaks loudest
+    assert comparison.worse[0] == comparison.bands[0]  # near the data it speaks loudest
     # the network needs more than is released
-    assert found.sketches is not None and not found.sketches.worse
+    assert comparison.sketches is not None and not comparison.sketches.worse
 
 
 def test_spoilt_router_of_any_family_is_found_worse(world: RouterProblem) -> None:
@@ -136,8 +136,8 @@ def test_spoilt_router_of_any_family_is_found_worse(world: RouterProblem) -> Non
     assert _compare(
         world, counts, CountsRouter(counts.sketch, counts.log_mass_KG.flip(0), PATH), noisy
     ).worse
-    found = _compare(world, counts, Opposite(), noisy)
-    assert found.worse and found.sketches is None
+    comparison = _compare(world, counts, Opposite(), noisy)
+    assert comparison.worse and comparison.sketches is None
 
 
 def test_router_that_public_data_contradict_is_refused(world: RouterProblem) -> None:
@@ -157,7 +157,7 @@ def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(
     prior = [p * float(s) for p, s in zip([2 / 3, 2 / 3, 1 / 3, 1 / 3], share, strict=True)]
     public = _public(world, noisy, layout, prior)
     experts = _plain(counts.split(layout))
-    found = compare(experts, experts, public)
+    comparison = compare(experts, experts, public)
     x = torch.cat([world.silos[k] for k in (0, 1)])
     group = torch.cat(world.silo_group)
     silo = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
@@ -165,7 +165,7 @@ def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(
         (group >= GROUPS // 2).long() if layout == clustered_layout() else torch.arange(len(x)) % 2
     )
     for band, truth in zip(
-        found.bands, cross_entropy(experts, x, 2 * silo + half, prior), strict=True
+        comparison.bands, cross_entropy(experts, x, 2 * silo + half, prior), strict=True
     ):
         assert abs(band.counts - truth.value) < 5 * truth.error + 0.01
     swapped = _plain(
@@ -187,19 +187,21 @@ def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_o
     band = BANDS[1:2]
 
     def difference(noisy: Tensor) -> tuple[float, float, float]:
-        found = compare(_plain(fixed), _plain(other), _public(world, noisy), bands=band).bands[0]
-        return found.difference, found.difference_low, found.difference_high
+        first_band = compare(_plain(fixed), _plain(other), _public(world, noisy), bands=band).bands[
+            0
+        ]
+        return first_band.difference, first_band.difference_low, first_band.difference_high
 
     truth = difference(histogram)[0]
     noise = (
         torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0, SeededNoise(n)).reshape(2, GROUPS))
         for n in range(12)
     )
-    found = [difference(histogram + one) for one in noise]
-    values = [value for value, _, _ in found]
+    intervals = [difference(histogram + one) for one in noise]
+    values = [value for value, _, _ in intervals]
     assert abs(np.mean(values) - truth) < 6 * np.std(values) / math.sqrt(12) + 1e-6
     # of 12 at 95%: fewer in one of a million
-    assert sum(low <= truth <= high for _, low, high in found) >= 6
+    assert sum(low <= truth <= high for _, low, high in intervals) >= 6
 
 
 def test_intervals_widen_with_the_number_of_looks(world: RouterProblem) -> None:
@@ -246,7 +248,7 @@ def test_bootstrap_of_exact_counts_is_the_limit_of_that_of_noised_ones() -> None
     )
     np.testing.assert_allclose(exact.means(figure_MNE), noised.means(figure_MNE), atol=1e-12)
     ends = [
-        np.quantile(each.bootstrap(figure_MNE), [0.025, 0.5, 0.975], axis=0)
-        for each in (exact, noised)
+        np.quantile(weights.bootstrap(figure_MNE), [0.025, 0.5, 0.975], axis=0)
+        for weights in (exact, noised)
     ]
     assert float(np.abs(ends[0] - ends[1]).max()) < 0.05 * float((ends[0][2] - ends[0][0]).min())

@@ -49,19 +49,19 @@ def _noised(epsilon: float, seed: int = 0) -> Tensor:
 
 
 def test_conditional_prior_is_who_holds_the_class(sketch: Sketch) -> None:
-    found = ConditionalPrior.from_counts(
+    class_prior = ConditionalPrior.from_counts(
         sketch, _noised(2.0), NUM_UNITS, 2.0, one_expert_per_silo(2)
     )
     held = _held().double()
     expected = held.sum(2) / held.sum((0, 2)).clamp(min=1)
     for label in (0, 1):
         torch.testing.assert_close(
-            found.log_prior(label).exp(), expected[:, label], atol=0.03, rtol=0
+            class_prior.log_prior(label).exp(), expected[:, label], atol=0.03, rtol=0
         )
     shares = held[0, 0] / held[0, 0].sum()
-    torch.testing.assert_close(found.mass_ECG[0, 0], shares, atol=0.03, rtol=0)
+    torch.testing.assert_close(class_prior.mass_ECG[0, 0], shares, atol=0.03, rtol=0)
     # not the plain prior
-    assert float((found.log_prior(0).exp() - torch.tensor([2 / 3, 1 / 3])).abs().max()) > 0.3
+    assert float((class_prior.log_prior(0).exp() - torch.tensor([2 / 3, 1 / 3])).abs().max()) > 0.3
 
 
 def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> None:
@@ -70,8 +70,10 @@ def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> Non
     off_at_their_word = []
     for seed in range(20):
         noisy = _noised(1.0, seed)
-        found = ConditionalPrior.from_counts(sketch, noisy, NUM_UNITS, 1.0, one_expert_per_silo(2))
-        off.append(float((found.log_prior(2).exp() - prior).abs().max()))
+        class_prior = ConditionalPrior.from_counts(
+            sketch, noisy, NUM_UNITS, 1.0, one_expert_per_silo(2)
+        )
+        off.append(float((class_prior.log_prior(2).exp() - prior).abs().max()))
         counts = noisy[:, 2].clamp(min=0).sum(1) + 1e-3 * prior
         off_at_their_word.append(float((counts / counts.sum() - prior).abs().max()))
     # the noise alone would name a silo
@@ -101,19 +103,21 @@ def test_class_counts_have_a_cell_for_each_class_and_group() -> None:
 
 
 def test_conditional_prior_refuses_what_is_no_prior(sketch: Sketch) -> None:
-    found = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 1.0, one_expert_per_silo(2))
+    class_prior = ConditionalPrior.from_counts(
+        sketch, _held(), NUM_UNITS, 1.0, one_expert_per_silo(2)
+    )
     with pytest.raises(NumericalError, check=has_subject("class priors")):
-        ConditionalPrior(2 * found.prior_CE, found.mass_ECG)
+        ConditionalPrior(2 * class_prior.prior_CE, class_prior.mass_ECG)
     for label in (-1, CLASSES):
         with pytest.raises(ShapeError, check=has_subject("class")):
-            found.log_prior(label)
+            class_prior.log_prior(label)
 
 
 def test_router_given_a_class_tells_experts_apart_by_where_the_class_lies_in_them(
     sketch: Sketch,
 ) -> None:
     """Brute force at one point: the groups' Gaussians, weighted by where class 1 lies in each expert."""
-    found = ConditionalPrior.from_counts(
+    class_prior = ConditionalPrior.from_counts(
         sketch, _noised(2.0), NUM_UNITS, 2.0, one_expert_per_silo(2)
     )
     path = LinearPath()
@@ -133,16 +137,16 @@ def test_router_given_a_class_tells_experts_apart_by_where_the_class_lies_in_the
     ]
     density_BG = torch.stack(groups, 1)
     expected_BK = torch.stack(
-        [(density_BG + found.mass_ECG[k, 1].log()).logsumexp(1) for k in (0, 1)], 1
+        [(density_BG + class_prior.mass_ECG[k, 1].log()).logsumexp(1) for k in (0, 1)], 1
     )
-    answer_BK = found.router(1, sketch, path).log_likelihood(
+    answer_BK = class_prior.router(1, sketch, path).log_likelihood(
         x_t, torch.full((3,), t, dtype=torch.float64)
     )
     difference = (answer_BK - expected_BK).double()
     assert float((difference - difference[:, :1]).abs().max()) < 1e-6
-    other = found.router(0, sketch, path).log_likelihood(
+    other = class_prior.router(0, sketch, path).log_likelihood(
         x_t, torch.full((3,), t, dtype=torch.float64)
     )
     assert float(((other - answer_BK) - (other - answer_BK)[:, :1]).abs().max()) > 1e-3
     with pytest.raises(ShapeError):
-        found.router(CLASSES, sketch, path)
+        class_prior.router(CLASSES, sketch, path)

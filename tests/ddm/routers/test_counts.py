@@ -44,7 +44,7 @@ def test_counts_likelihood_matches_the_mixture_written_out() -> None:
             router = CountsRouter(SKETCH, LOG_MASS, PATH)
             generator = torch.Generator().manual_seed(1)
             s = torch.randn(40, RANK, generator=generator, dtype=torch.float64)
-            found = router.sketch_log_likelihood(
+            actual = router.sketch_log_likelihood(
                 s, torch.full((40,), t, dtype=torch.float64)
             ).numpy()
             shares = np.array(SHARES) / np.array(SHARES).sum(1, keepdims=True)
@@ -53,11 +53,11 @@ def test_counts_likelihood_matches_the_mixture_written_out() -> None:
             def ratios(log: np.ndarray) -> np.ndarray:
                 return log - log.mean(1, keepdims=True)
 
-            np.testing.assert_allclose(ratios(found), ratios(expected), atol=1e-6)
+            np.testing.assert_allclose(ratios(actual), ratios(expected), atol=1e-6)
             wrong = _brute(SKETCH, shares[[1, 0, 2]], s.numpy(), t)
             if t < 0.9:
                 # swapped shares would show
-                assert np.abs(ratios(found) - ratios(wrong)).max() > 0.1
+                assert np.abs(ratios(actual) - ratios(wrong)).max() > 0.1
 
 
 def test_counts_router_takes_images_with_a_time_each() -> None:
@@ -160,9 +160,9 @@ def test_blocks_do_not_change_the_answer(monkeypatch) -> None:
 def test_expert_far_from_a_sample_keeps_a_finite_likelihood() -> None:
     router = CountsRouter(SKETCH, LOG_MASS, PATH).split(clustered_layout(3))
     far = 40 * SKETCH.group_mean_GR[:1].float()
-    found = router.sketch_log_likelihood(far, torch.zeros(1))
-    assert bool(torch.isfinite(found).all())
-    assert float(found.max() - found.min()) > 200  # beyond what float32 can exponentiate
+    actual = router.sketch_log_likelihood(far, torch.zeros(1))
+    assert bool(torch.isfinite(actual).all())
+    assert float(actual.max() - actual.min()) > 200  # beyond what float32 can exponentiate
 
 
 @pytest.mark.parametrize("layout", [clustered_layout(3), random_layout(3)])

@@ -19,10 +19,10 @@ def _surprise(estimate: np.ndarray, true: np.ndarray) -> float:
 
 def test_expected_counts_sum_to_the_public_number_and_are_positive() -> None:
     noisy = np.array([-40, 3, 900, -2])
-    found = expected_counts(noisy, 100, 1.0, np.full(4, 0.25))
-    assert found.mean_G.sum() == pytest.approx(100)
-    assert found.mean_G.min() > 0
-    assert np.isfinite(found.deviation_G).all()
+    estimate = expected_counts(noisy, 100, 1.0, np.full(4, 0.25))
+    assert estimate.mean_G.sum() == pytest.approx(100)
+    assert estimate.mean_G.min() > 0
+    assert np.isfinite(estimate.deviation_G).all()
 
 
 def test_expected_counts_match_bayes_by_enumeration(monkeypatch) -> None:
@@ -46,9 +46,9 @@ def test_expected_counts_match_bayes_by_enumeration(monkeypatch) -> None:
         means.append((posterior_n * n).sum())
         deviations.append(math.sqrt((posterior_n * (n - means[-1]) ** 2).sum()))
     expected = np.array(means) * num / sum(means)
-    found = expected_counts(noisy, num, epsilon, weight)
-    np.testing.assert_allclose(found.mean_G, expected, rtol=1e-3)
-    np.testing.assert_allclose(found.deviation_G, deviations, rtol=1e-3)
+    estimate = expected_counts(noisy, num, epsilon, weight)
+    np.testing.assert_allclose(estimate.mean_G, expected, rtol=1e-3)
+    np.testing.assert_allclose(estimate.deviation_G, deviations, rtol=1e-3)
 
 
 def test_expected_counts_describe_a_small_silo_better_than_clipping() -> None:
@@ -90,21 +90,21 @@ def test_like_groups_tell_what_noise_hides_and_change_little_where_they_do_not_a
         true = rng.multinomial(400, share)
         noisy = true + discrete_laplace(60, 0.5, noise)
         plain += _surprise(expected_counts(noisy, 400, 0.5, weight).mean_G, true)
-        (found,) = expected_by_likeness(noisy[None], [400], 0.5, weight, mean)
-        assert found.mean_G.sum() == pytest.approx(400) and found.mean_G.min() > 0
-        ours += _surprise(found.mean_G, true)
+        (estimate,) = expected_by_likeness(noisy[None], [400], 0.5, weight, mean)
+        assert estimate.mean_G.sum() == pytest.approx(400) and estimate.mean_G.min() > 0
+        ours += _surprise(estimate.mean_G, true)
     assert ours < (0.75 if alike else 1.1) * plain
 
 
 def test_a_single_group_and_groups_at_one_place_are_estimated() -> None:
-    (found,) = expected_by_likeness(np.array([[93]]), [100], 1.0, np.ones(1), torch.zeros(1, 3))
-    assert found.mean_G == pytest.approx([100])
-    (found,) = expected_by_likeness(
+    (estimate,) = expected_by_likeness(np.array([[93]]), [100], 1.0, np.ones(1), torch.zeros(1, 3))
+    assert estimate.mean_G == pytest.approx([100])
+    (estimate,) = expected_by_likeness(
         np.array([[93, 2]]), [100], 1.0, np.full(2, 0.5), torch.zeros(2, 3)
     )
-    assert found.mean_G.sum() == pytest.approx(100) and np.isfinite(found.deviation_G).all()
+    assert estimate.mean_G.sum() == pytest.approx(100) and np.isfinite(estimate.deviation_G).all()
     some = torch.tensor([[0.0], [0.0], [0.0], [5.0]], dtype=torch.float64)
-    (found,) = expected_by_likeness(
+    (estimate,) = expected_by_likeness(
         np.array([[40, 30, 20, 10]]), [100], 1.0, np.full(4, 0.25), some
     )
-    assert found.mean_G.sum() == pytest.approx(100)
+    assert estimate.mean_G.sum() == pytest.approx(100)

@@ -55,11 +55,11 @@ def _temperature(world: RouterProblem, claim: int, cap: float) -> float:
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=12), st.floats(0.05, 1.0))
 def test_no_share_exceeds_the_cap_and_the_order_stays(num_units: list[int], cap: float) -> None:
-    found = capped_shares(num_units, cap)
-    assert sum(found) == pytest.approx(1.0)
-    assert max(found) <= max(cap, 1 / len(num_units)) * (1 + 1e-9)
-    assert sorted(range(len(found)), key=lambda k: (num_units[k], k)) == sorted(
-        range(len(found)), key=lambda k: (round(found[k], 12), num_units[k], k)
+    shares = capped_shares(num_units, cap)
+    assert sum(shares) == pytest.approx(1.0)
+    assert max(shares) <= max(cap, 1 / len(num_units)) * (1 + 1e-9)
+    assert sorted(range(len(shares)), key=lambda k: (num_units[k], k)) == sorted(
+        range(len(shares)), key=lambda k: (round(shares[k], 12), num_units[k], k)
     )
 
 
@@ -82,13 +82,13 @@ def test_likelihoods_of_two_silos_do_not_depend_on_what_a_third_claims(
     world: RouterProblem,
 ) -> None:
     """Counts and refit need no cap: each silo's mixture is made of its own releases."""
-    found = []
+    masses = []
     for claim in (HONEST, BOLD):
         histogram, num_units = _claims(world, claim)
         counts = CountsRouter.from_counts(world.sketch(), histogram, num_units, 1.0, PATH)
         released = list(world.released(counts.sketch, 0.5).values())
-        found += [(counts.log_mass_KG[:2], refit_shares(counts, released, 0.5).log_mass_KG[:2])]
-    assert all(torch.equal(honest, bold) for honest, bold in zip(*found, strict=True))
+        masses += [(counts.log_mass_KG[:2], refit_shares(counts, released, 0.5).log_mass_KG[:2])]
+    assert all(torch.equal(honest, bold) for honest, bold in zip(*masses, strict=True))
 
 
 def test_temperature_stays_when_a_silo_claims_a_billion_units_only_under_the_cap(
@@ -136,10 +136,10 @@ def test_learned_router_teaches_its_network_with_the_shares_it_is_given() -> Non
     settings = LearnedSettings(hidden=8, depth=1, num_steps=60)
 
     def network(shares: list[float] | None) -> Tensor:
-        found = fit_learned(
+        fitted = fit_learned(
             mixture, SiloSketches(released, [30, 10], 0.5, shares), lessons, settings, 0
         )
-        return torch.cat([weight.flatten() for weight in found.residual.parameters()])
+        return torch.cat([weight.flatten() for weight in fitted.residual.parameters()])
 
     assert torch.equal(network(None), network([0.75, 0.25]))
     assert not torch.equal(network(None), network([0.5, 0.5]))

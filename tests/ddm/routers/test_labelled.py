@@ -39,8 +39,8 @@ def test_images_are_drawn_as_often_as_they_weigh_so_that_every_expert_has_an_equ
     num = 40_000
     rows = images.draw(num, torch.Generator().manual_seed(0))
     for cell, share in enumerate((0.4, 0.15, 0.45)):
-        found = float((images.cell_N[rows] == cell).double().mean())
-        assert abs(found - share) < 5 * (share * (1 - share) / num) ** 0.5
+        actual = float((images.cell_N[rows] == cell).double().mean())
+        assert abs(actual - share) < 5 * (share * (1 - share) / num) ** 0.5
     target_E = images.target_JE[images.cell_N[rows]].double().mean(0)
     assert float((target_E - 0.5).abs().max()) < 5 * 0.5 / num**0.5
 
@@ -80,22 +80,22 @@ def test_shares_of_classes_and_groups_are_those_of_the_counts_within_what_an_exp
 ):
     count_KCG = torch.randint(1, 50, (2, 3, 4), generator=torch.Generator().manual_seed(0)).double()
     for layout in (one_expert_per_silo(2), clustered_layout(), random_layout()):
-        found = class_shares(count_KCG, layout).view(-1, 3, 4)
-        assert found.sum((1, 2)).tolist() == pytest.approx([1] * len(layout.parts))
+        actual = class_shares(count_KCG, layout).view(-1, 3, 4)
+        assert actual.sum((1, 2)).tolist() == pytest.approx([1] * len(layout.parts))
         for e, (k, part) in enumerate(zip(layout.silo_E, layout.parts, strict=True)):
             total = sum(float(count_KCG[k, c, g]) for c in range(3) for g in part.groups)
             for c in range(3):
                 for g in range(4):
                     wanted = float(count_KCG[k, c, g]) / total if g in part.groups else 0.0
-                    assert float(found[e, c, g]) == pytest.approx(wanted)
+                    assert float(actual[e, c, g]) == pytest.approx(wanted)
 
 
 def test_shares_of_silos_and_groups_are_those_of_the_images_that_are_said_to_be_of_a_silo() -> None:
     silo_N = torch.tensor([0, 0, 0, 1, 1])
     group_N = torch.tensor([0, 1, 3, 2, 2])
-    found = silo_shares(silo_N, group_N, 4, one_expert_per_silo(2)).view(2, 2, 4)
-    assert found[0].tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]), [0, 0, 0, 0]]
-    assert found[1].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]]
+    actual = silo_shares(silo_N, group_N, 4, one_expert_per_silo(2)).view(2, 2, 4)
+    assert actual[0].tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]), [0, 0, 0, 0]]
+    assert actual[1].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]]
     parts = [
         [ExpertPart("a-0", 0, (0, 1)), ExpertPart("a-1", 1, (2, 3))],
         [ExpertPart("b", 0, (0, 1, 2, 3))],

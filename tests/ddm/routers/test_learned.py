@@ -51,7 +51,7 @@ def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(
 ) -> None:
     counts = _vague(world)
     released = list(world.released(counts.sketch, T_R).values())
-    found = refit_shares(counts, released, T_R).log_mass_KG.exp().numpy()
+    shares = refit_shares(counts, released, T_R).log_mass_KG.exp().numpy()
     at = torch.full((400,), T_R, dtype=torch.float64)
     density = counts.group_log_density(released[0].double(), at).exp().numpy()
     shape = (0.25 / 0.2) ** 2
@@ -64,8 +64,8 @@ def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(
     best = minimize(
         loss, np.full(GROUPS, 0.25), bounds=[(1e-9, 1)] * GROUPS, constraints=simplex, tol=1e-12
     )
-    np.testing.assert_allclose(found[0], best.x, atol=2e-4)
-    assert loss(found[0]) <= best.fun + 1e-6
+    np.testing.assert_allclose(shares[0], best.x, atol=2e-4)
+    assert loss(shares[0]) <= best.fun + 1e-6
     assert loss(np.full(GROUPS, 0.25)) > best.fun + 1  # where it started is not where it should end
 
 

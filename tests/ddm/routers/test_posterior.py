@@ -52,10 +52,10 @@ def samples(condition: Condition, *, knows: bool) -> SamplesRouter:
         num_steps=1,
         conditional=not isinstance(condition, NoCondition),
     )
-    told = {"none": None, "class": torch.arange(8) % 3, "text": TEXT_BLD[torch.arange(8) % 6]}[
+    labels = {"none": None, "class": torch.arange(8) % 3, "text": TEXT_BLD[torch.arange(8) % 6]}[
         condition.kind
     ]
-    images = Labelled.of_experts(torch.randn(8, 1, 4, 4), torch.arange(8) // 2, 4, told)
+    images = Labelled.of_experts(torch.randn(8, 1, 4, 4), torch.arange(8) // 2, 4, labels)
     router = fit_samples(images, settings, PATH, 0, condition=condition, knows_shares=knows)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -101,13 +101,15 @@ def test_posterior_under_a_condition_is_likelihood_times_the_shares_that_the_cal
     several = (
         torch.tensor([0, 1, 2, 0, 1, 2]) if isinstance(condition, ClassCondition) else TEXT_BLD
     )
-    each = opened.posterior(x, at, several, condition_prior=shares)
-    assert each.shape == (6, 4)
-    torch.testing.assert_close(each.exp().sum(1), torch.ones(6, dtype=each.dtype))
+    log_posterior = opened.posterior(x, at, several, condition_prior=shares)
+    assert log_posterior.shape == (6, 4)
+    torch.testing.assert_close(log_posterior.exp().sum(1), torch.ones(6, dtype=log_posterior.dtype))
     for row in range(6):
         one = int(several[row]) if several.dim() == 1 else several[row]
         alone = opened.posterior(x[row : row + 1], at[:1], one, condition_prior=shares)
-        torch.testing.assert_close(alone, each[row : row + 1], atol=1e-4, rtol=0, check_dtype=False)
+        torch.testing.assert_close(
+            alone, log_posterior[row : row + 1], atol=1e-4, rtol=0, check_dtype=False
+        )
     pure = opened.posterior(x, torch.ones(6), several, condition_prior=shares).exp()
     torch.testing.assert_close(
         pure, torch.tensor(shares).expand(6, 4), check_dtype=False, atol=1e-6, rtol=0
@@ -131,11 +133,11 @@ def test_without_declared_shares_only_a_router_that_learned_them_answers(
         with pytest.raises(MathError, check=has_subject("condition_prior")):
             opened.posterior(x, at, one)
         return
-    found = opened.posterior(x, torch.ones(6), one).exp()
+    posterior = opened.posterior(x, torch.ones(6), one).exp()
     net = opened.router.router.net  # type: ignore[union-attr]
-    told = torch.tensor([1]) if isinstance(condition, ClassCondition) else TEXT_BLD[:1]
-    wanted = (torch.tensor(PRIOR).log() + net.log_shares(told, 1)).softmax(1)
-    torch.testing.assert_close(found, wanted.expand(6, 4), check_dtype=False, atol=1e-6, rtol=0)
+    label = torch.tensor([1]) if isinstance(condition, ClassCondition) else TEXT_BLD[:1]
+    wanted = (torch.tensor(PRIOR).log() + net.log_shares(label, 1)).softmax(1)
+    torch.testing.assert_close(posterior, wanted.expand(6, 4), check_dtype=False, atol=1e-6, rtol=0)
     assert float((wanted - torch.tensor(PRIOR)).abs().max()) > 0.01
 
 

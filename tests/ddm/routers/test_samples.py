@@ -84,8 +84,8 @@ def test_trained_router_comes_close_to_the_exact_one(
         cross_entropy(candidate, x, label, prior)
         for candidate in (AsImages(mixture), router, UninformedRouter(4))
     )
-    for best, found, prior_alone in zip(exact[:4], ours[:4], nothing[:4], strict=True):
-        assert found.value - best.value < 0.3 * (prior_alone.value - best.value)
+    for best, own, prior_alone in zip(exact[:4], ours[:4], nothing[:4], strict=True):
+        assert own.value - best.value < 0.3 * (prior_alone.value - best.value)
 
 
 def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(
@@ -135,7 +135,8 @@ def test_router_trained_in_bf16_is_as_good_and_auto_follows_the_machine(
 
     lower = trained("bf16")
     losses = [
-        [band.value for band in cross_entropy(each, x, label, prior)] for each in (router, lower)
+        [band.value for band in cross_entropy(compared, x, label, prior)]
+        for compared in (router, lower)
     ]
     assert losses[1] == pytest.approx(losses[0], abs=0.02)
     assert not torch.equal(lower.net.head.weight, router.net.head.weight)

@@ -88,9 +88,9 @@ def test_posterior_given_a_condition_comes_close_to_bayes_rule(
         rows = torch.arange(400)
         exact = (joint[rows, :, class_N] + log_prior_K).softmax(1)
         wrong = (joint[rows, :, 1 - class_N] + log_prior_K).softmax(1)
-        found = ensemble.posterior(x_t, at, told(class_N, condition)).exp()
-        assert float((found - exact).abs().mean()) < 0.08
-        assert float((found - wrong).abs().mean()) > 0.2  # the control: the other condition
+        posterior = ensemble.posterior(x_t, at, told(class_N, condition)).exp()
+        assert float((posterior - exact).abs().mean()) < 0.08
+        assert float((posterior - wrong).abs().mean()) > 0.2  # the control: the other condition
         without = ensemble.posterior(x_t, at).exp()
         assert float((without - (joint.logsumexp(2) + log_prior_K).softmax(1)).abs().mean()) < 0.08
 
@@ -105,12 +105,14 @@ def test_at_pure_noise_the_posterior_is_the_experts_share_of_the_condition(
     for label in (0, 1):
         one = label if isinstance(condition, ClassCondition) else TEXTS[label]
         share_K = torch.tensor(PRIOR).double() * SHARE_KC[:, label]
-        found = ensemble.posterior(x, at, one).exp()
-        torch.testing.assert_close(found, (share_K / share_K.sum()).expand(5, 2), atol=0.08, rtol=0)
+        posterior = ensemble.posterior(x, at, one).exp()
+        torch.testing.assert_close(
+            posterior, (share_K / share_K.sum()).expand(5, 2), atol=0.08, rtol=0
+        )
         # what the command `ddm sample` says and samples by
         known = condition_shares(ensemble, one, None)
         torch.testing.assert_close(
-            torch.tensor([known]).expand(5, 2), found, atol=1e-6, rtol=0, check_dtype=False
+            torch.tensor([known]).expand(5, 2), posterior, atol=1e-6, rtol=0, check_dtype=False
         )
         declared = ensemble.posterior(x, at, one, condition_prior=[0.9, 0.1]).exp()
         torch.testing.assert_close(declared, torch.tensor([[0.9, 0.1]]).double().expand(5, 2))
@@ -136,13 +138,13 @@ def test_conditions_of_samples_are_read_row_by_row(
     )
     x, _, class_N = draw(12, 3)
     t_B = torch.linspace(0.05, 0.95, 12)
-    each = ensemble.posterior(x, t_B, told(class_N, condition))
+    posterior = ensemble.posterior(x, t_B, told(class_N, condition))
     for row in range(12):
         one = int(class_N[row]) if isinstance(condition, ClassCondition) else TEXTS[class_N[row]]
         alone = ensemble.posterior(x[row : row + 1], t_B[row : row + 1], one)
-        torch.testing.assert_close(each[row : row + 1], alone, atol=1e-5, rtol=0)
+        torch.testing.assert_close(posterior[row : row + 1], alone, atol=1e-5, rtol=0)
     assert not torch.allclose(
-        each, ensemble.posterior(x, t_B, told(1 - class_N, condition)), atol=0.1
+        posterior, ensemble.posterior(x, t_B, told(1 - class_N, condition)), atol=0.1
     )
 
 
@@ -156,7 +158,9 @@ def test_temperature_divides_the_likelihood_and_not_the_shares(
     c_B = told(class_N, condition)
     at = torch.full((8,), 0.3)
     torch.testing.assert_close(hot.log_shares(c_B), router.log_shares(c_B))
-    odds, cooled = (each.given(c_B).log_likelihood(x, at).diff(dim=1) for each in (router, hot))
+    odds, cooled = (
+        compared.given(c_B).log_likelihood(x, at).diff(dim=1) for compared in (router, hot)
+    )
     torch.testing.assert_close((1 + 2 * 0.7**2) * cooled, odds)
     null = told(torch.full((8,), -1), condition)
     torch.testing.assert_close(
@@ -177,8 +181,8 @@ def test_router_that_only_saw_what_experts_were_told_to_draw_leaves_the_shares_t
     ensemble = Ensemble([lambda x, t, c: x] * 2, router, PRIOR, SHAPE, condition=condition)
     with pytest.raises(MathError, check=has_subject("condition_prior")):
         ensemble.posterior(x, torch.ones(60), 0)
-    found = ensemble.posterior(x, torch.ones(60), 0, condition_prior=[1, 3]).exp()
-    torch.testing.assert_close(found, torch.tensor([[0.25, 0.75]]).double().expand(60, 2))
+    posterior = ensemble.posterior(x, torch.ones(60), 0, condition_prior=[1, 3]).exp()
+    torch.testing.assert_close(posterior, torch.tensor([[0.25, 0.75]]).double().expand(60, 2))
 
 
 def test_experts_draw_what_they_are_told() -> None:

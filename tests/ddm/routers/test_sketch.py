@@ -38,11 +38,11 @@ def test_sketch_commutes_with_noising(sketch: Sketch, path) -> None:
     x_0 = _public()[0][:50].double()
     eps = torch.randn(x_0.shape, generator=generator, dtype=torch.float64)
     t = torch.rand(50, generator=generator, dtype=torch.float64)
-    found = sketch.of(x_t(path, x_0, eps, t), t, path)
+    actual = sketch.of(x_t(path, x_0, eps, t), t, path)
     s_0 = sketch.of(x_0, torch.zeros(50), path)
     n = eps.flatten(1) @ sketch.basis_RD.double().T
     expected = path.alpha(t)[:, None] * s_0 + path.sigma(t)[:, None] / sketch.scale * n
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
     uncentred = x_t(path, x_0, eps, t).flatten(1) @ sketch.basis_RD.double().T / sketch.scale
     # the mean must be scaled by alpha, not left out
     assert float((uncentred - expected).abs().max()) > 0.1
@@ -76,20 +76,20 @@ def test_renoised_sketches_follow_the_law_of_the_later_level(sketch: Sketch) -> 
     s_0 = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64)
     noise = torch.randn(num, RANK, generator=generator, dtype=torch.float64)
     s_r = (1 - t_r) * s_0 + t_r / sketch.scale * noise
-    found = sketch.renoise(s_r, t_r, torch.full((num,), t), path, generator)
+    renoised = sketch.renoise(s_r, t_r, torch.full((num,), t), path, generator)
     std = t / sketch.scale
     error = std / math.sqrt(num)
-    assert float((found.mean(0) - (1 - t) * s_0).abs().max()) < 5 * error
-    assert float((found.std(0) / std - 1).abs().max()) < 5 / math.sqrt(2 * num)
+    assert float((renoised.mean(0) - (1 - t) * s_0).abs().max()) < 5 * error
+    assert float((renoised.std(0) / std - 1).abs().max()) < 5 / math.sqrt(2 * num)
     # the same noise added without shrinking the sketch first
-    direct = s_r + (found - (1 - t) / (1 - t_r) * s_r)
+    direct = s_r + (renoised - (1 - t) / (1 - t_r) * s_r)
     assert float((direct.std(0) / std - 1).abs().max()) > 20 / math.sqrt(2 * num)
 
 
 def test_renoising_to_its_own_level_changes_nothing(sketch: Sketch) -> None:
     s_r = torch.randn(10, RANK, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = sketch.renoise(s_r, 0.4, torch.full((10,), 0.4), LinearPath(), torch.Generator())
-    torch.testing.assert_close(found, s_r, atol=1e-3, rtol=0)
+    renoised = sketch.renoise(s_r, 0.4, torch.full((10,), 0.4), LinearPath(), torch.Generator())
+    torch.testing.assert_close(renoised, s_r, atol=1e-3, rtol=0)
 
 
 def test_renoising_backwards_is_refused(sketch: Sketch) -> None:

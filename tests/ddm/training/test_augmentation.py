@@ -22,9 +22,9 @@ def test_nothing_is_drawn_where_the_recipe_asks_for_nothing() -> None:
 
 def test_about_half_of_the_images_are_mirrored() -> None:
     x = torch.rand(1000, 2, 5, 6)
-    found = change(x, flip=True)
-    mirrored = (found == x.flip(-1)).flatten(1).all(1)
-    assert bool((mirrored | (found == x).flatten(1).all(1)).all())
+    changed = change(x, flip=True)
+    mirrored = (changed == x.flip(-1)).flatten(1).all(1)
+    assert bool((mirrored | (changed == x).flatten(1).all(1)).all())
     assert 400 < int(mirrored.sum()) < 600
 
 

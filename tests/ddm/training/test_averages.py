@@ -21,8 +21,8 @@ def running(weight_of_step: list[float]) -> float:
 def test_half_life_in_images_halves_what_came_before() -> None:
     recipe = training(batch_size=8, ema_decay=None, ema_half_life=160.0)  # 20 steps
     weights = 0.5 ** (np.arange(399, -1, -1) / 20)
-    found = running([newest_weight(recipe, n) for n in range(1, 401)])
-    assert found == pytest.approx((weights * VALUES).sum() / weights.sum())
+    average = running([newest_weight(recipe, n) for n in range(1, 401)])
+    assert average == pytest.approx((weights * VALUES).sum() / weights.sum())
 
 
 @pytest.mark.parametrize(("width", "published"), [(0.05, 16.97), (0.10, 6.94)])
@@ -59,12 +59,12 @@ def test_recipe_has_exactly_one_average() -> None:
 
 def averages_of(exponent: float) -> np.ndarray:  # type: ignore[type-arg]
     """Return the running average after every step."""
-    found = []
+    averages = []
     average = 0.0
     for n, value in enumerate(np.cumsum(VALUES), start=1):
         average += power_weight(exponent, n) * (value - average)
-        found.append(average)
-    return np.array(found)
+        averages.append(average)
+    return np.array(averages)
 
 
 @pytest.mark.parametrize("width", [0.06, 0.08, 0.12, 0.15])
@@ -75,13 +75,14 @@ def test_other_widths_are_found_afterwards(width: float) -> None:
     }
     kept = [Profile(exponent, float(step)) for exponent in tracks for step in range(25, 401, 25)]
     factors = average_of(kept, Profile(exponent_of(width), 400.0))
-    found = sum(
-        f * tracks[each.exponent][int(each.step) - 1] for f, each in zip(factors, kept, strict=True)
+    combined = sum(
+        f * tracks[average.exponent][int(average.step) - 1]
+        for f, average in zip(factors, kept, strict=True)
     )
     true = averages_of(exponent_of(width))[-1]
     last = np.cumsum(VALUES)[-1]
     assert abs(true - last) > 0.5, "the average must not be the last value"
-    assert found == pytest.approx(true, abs=0.02 * abs(true - last))
+    assert combined == pytest.approx(true, abs=0.02 * abs(true - last))
 
 
 def test_kept_average_is_itself() -> None:

@@ -68,8 +68,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(KeyboardInterrupt):
         Run(folder / "continued")(stop_at(15))
     runs = {
-        name: {"recipe": {}, "stop": None, "kind": "dit", "folder": None} | asked
-        for name, asked in RUNS.items()
+        name: {"recipe": {}, "stop": None, "kind": "dit", "folder": None} | options
+        for name, options in RUNS.items()
     }
     (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
     run_group(folder)
@@ -84,7 +84,7 @@ def test_two_processes_train_the_expert_and_the_loss_curve_of_one(
     assert apart(weights, alone.ema) < TOLERANCE
     assert apart(load_file(two / "other_seed.safetensors"), alone.ema) > 100 * TOLERANCE
     told = [(told.step, told.loss) for told in alone.told]
-    curve = [tuple(each) for each in json.loads((two / f"{name}.json").read_text())]
+    curve = [tuple(pair) for pair in json.loads((two / f"{name}.json").read_text())]
     expected = told[1:] if name == "continued" else told
     assert [step for step, _ in curve] == [step for step, _ in expected]
     assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in expected], rel=1e-5)
@@ -104,9 +104,9 @@ def test_checkpoint_of_two_processes_continues_in_one(
     two: Path, alone: Finished, tmp_path: Path
 ) -> None:
     shutil.copytree(two / "stopped", tmp_path / "stopped")
-    asked: list[int] = []
-    ema = Run(tmp_path / "stopped")(lambda: bool(asked.append(1))).ema
-    assert len(asked) == 10
+    questions: list[int] = []
+    ema = Run(tmp_path / "stopped")(lambda: bool(questions.append(1))).ema
+    assert len(questions) == 10
     assert apart(ema, alone.ema) < TOLERANCE
 
 

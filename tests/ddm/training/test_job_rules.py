@@ -70,7 +70,7 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
     ) -> str:
         return judge(StartStatus(condition, alive, ended, silent_s, ours), SETTINGS)
 
-    for asked, expected in [
+    for situation, expected in [
         (("running", False, False, 1e9), "wait"),  # in srun's queue
         (("well", False, False, 999.0), "wait"),  # in sbatch's
         (("well", False, False, 1000.0), "lost"),
@@ -91,15 +91,15 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
         (("unknown", False, False, 99.0), "wait"),
         (("unknown", False, False, 100.0), "lost"),
     ]:
-        assert verdict(*asked) == expected, asked
-    for asked, expected in [
+        assert verdict(*situation) == expected, situation
+    for situation, expected in [
         (("running", True, True, 1.0), "wait"),  # the others still write
         (("running", True, False, 100.0), "lost"),
         (("running", False, False, 1e9), "wait"),  # importing on a slow disk
         (("well", True, True, 0.0), "ended"),
         (("badly", True, False, 0.0), "ended"),
     ]:
-        assert verdict(*asked, ours=True) == expected, asked
+        assert verdict(*situation, ours=True) == expected, situation
 
 
 def test_error_behind_all_others_is_raised() -> None:
@@ -544,9 +544,9 @@ def test_templates_of_launchers_parse_and_name_what_exists(tmp_path: Path) -> No
         "address": "a:1",
         "root_digest": "a" * 64,
     }
-    found = sorted(TEMPLATES.glob("*.toml"))
-    assert {path.stem for path in found} == {"kubernetes", "slurm", "slurm-batch"}
-    for path in found:
+    templates = sorted(TEMPLATES.glob("*.toml"))
+    assert {path.stem for path in templates} == {"kubernetes", "slurm", "slurm-batch"}
+    for path in templates:
         with case(template=path.name):
             settings = SiloSettings.model_validate(head | tomllib.loads(path.read_text())).training
             assert settings.launcher != "local"
@@ -555,8 +555,8 @@ def test_templates_of_launchers_parse_and_name_what_exists(tmp_path: Path) -> No
                 for word in settings.launcher
                 if word.startswith("/srv/")
             ]
-            assert all(each.is_file() for each in named), named
-            said = " ".join([*settings.launcher, *(each.read_text() for each in named)])
+            assert all(path.is_file() for path in named), named
+            said = " ".join([*settings.launcher, *(path.read_text() for path in named)])
             assert "{launch}" in said, (
                 "a start that was given up could not be told from the one in force"
             )

@@ -22,7 +22,7 @@ LONG = {"num_steps": 100_000, "checkpoint_steps": 50_000}
 
 def running() -> list[int]:
     """The processes that train, by their ranks."""
-    found = dict[int, int]()
+    pid_by_rank = dict[int, int]()
     for pid in descendants(os.getpid()):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -30,8 +30,10 @@ def running() -> list[int]:
         except OSError:
             continue
         if words[1:4] == WORDS:
-            found[next(int(each[5:]) for each in environment if each.startswith(b"RANK="))] = pid
-    return [found[rank] for rank in sorted(found)]
+            pid_by_rank[
+                next(int(variable[5:]) for variable in environment if variable.startswith(b"RANK="))
+            ] = pid
+    return [pid_by_rank[rank] for rank in sorted(pid_by_rank)]
 
 
 def test_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
@@ -57,10 +59,10 @@ def test_error_about_the_progress_ends_all_processes(tmp_path: Path) -> None:
 def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_path: Path) -> None:
     trial = SmallJob(tmp_path, TWO, small_task(**LONG))
     seen = list[int]()
-    done = threading.Event()
+    is_over = threading.Event()
 
     def signal_while_they_start() -> None:
-        while not done.wait(0.02):
+        while not is_over.wait(0.02):
             for pid in running():
                 seen.append(pid)
                 os.kill(pid, signal.SIGINT)
@@ -72,7 +74,7 @@ def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_
         with pytest.raises(KeyboardInterrupt):
             trial(lambda progress: trial.stop.set())
     finally:
-        done.set()
+        is_over.set()
         thread.join()
     assert len(set(seen)) == 2 and not any(map(is_running, seen))
     assert list(trial.folder.checkpoints.glob("step-*.json")), "they wrote a checkpoint"

@@ -84,8 +84,8 @@ def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def stop_at(step: int) -> Callable[[], bool]:
     """A `should_stop` that says yes when asked before the given step of this process."""
-    asked = iter(range(step + 1))
-    return lambda: next(asked) == step
+    questions = iter(range(step + 1))
+    return lambda: next(questions) == step
 
 
 LONG = {"num_steps": 120, "checkpoint_steps": 7}
@@ -169,7 +169,7 @@ OTHER = {"schedule": "cosine", "warmup_steps": 4, "betas": (0.8, 0.95), "max_gra
 def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[str, Any]) -> None:
     recipe = settings(num_steps=12, **changes)
     decay_1, decay_2 = recipe.betas
-    found = Run(tmp_path, recipe)()
+    trained = Run(tmp_path, recipe)()
     model = build_expert(SMALL, SHAPE, seed=3)
     weights = dict(model.named_parameters())
     mean = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -204,7 +204,7 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[
                 weight.copy_(weight * (1 - rate * 0.01) - rate * step)
         history.append({name: weight.detach().clone() for name, weight in weights.items()})
     decay = [0.9 ** (11 - n) for n in range(12)]
-    for name, value in found.ema.items():
+    for name, value in trained.ema.items():
         expected = sum(d * step[name] for d, step in zip(decay, history, strict=True)) / sum(decay)
         assert torch.allclose(value, expected, atol=2e-5), name
         assert not torch.allclose(value, history[0][name], atol=2e-5), name
@@ -216,16 +216,16 @@ def test_average_of_another_width_is_found_after_an_interrupted_run(tmp_path: Pa
     )
     with pytest.raises(KeyboardInterrupt):
         Run(tmp_path, recipe)(stop_at(17))
-    found = Run(tmp_path, recipe)()
-    assert same_bytes(found.ema, Run(tmp_path / "whole", recipe)().ema)
+    trained = Run(tmp_path, recipe)()
+    assert same_bytes(trained.ema, Run(tmp_path / "whole", recipe)().ema)
     for width in (0.1, 0.08):  # the average changes nothing about the training itself
         other = Run(tmp_path / f"{width}", settings(num_steps=40, ema_decay=None, ema_width=width))
         expected = flat(other().ema)
         last = flat(other.model.state_dict())
-        afterwards = flat(average_of_width(tmp_path, recipe, width, found.ema))
+        afterwards = flat(average_of_width(tmp_path, recipe, width, trained.ema))
         assert (afterwards - expected).norm() < 0.05 * (expected - last).norm()
     with pytest.raises(MathError, check=has_subject("ema_snapshots")):
-        average_of_width(tmp_path / "0.1", settings(), 0.1, found.ema)
+        average_of_width(tmp_path / "0.1", settings(), 0.1, trained.ema)
 
 
 def flat(state: dict[str, Tensor]) -> Tensor:
@@ -329,19 +329,19 @@ def test_run_falls_back_to_the_checkpoint_before_when_the_last_one_is_torn(
     names = sorted(path.name for path in (tmp_path / "torn").iterdir())
     assert [int(name[5:15]) for name in names] == [21, 21, 23, 23]
     damage(tmp_path / "torn" / f"step-0000000023{suffix}")
-    asked: list[int] = []
+    questions: list[int] = []
     run = Run(tmp_path / "torn")
-    assert same_bytes(run(lambda: bool(asked.append(1))).ema, whole.ema)
-    assert len(asked) == 30 - 21
+    assert same_bytes(run(lambda: bool(questions.append(1))).ema, whole.ema)
+    assert len(questions) == 30 - 21
 
 
 def test_run_starts_again_when_every_checkpoint_is_damaged(tmp_path: Path) -> None:
     whole = Run(tmp_path)()
     for path in tmp_path.iterdir():
         truncate(path)
-    asked: list[int] = []
-    assert same_bytes(Run(tmp_path)(lambda: bool(asked.append(1))).ema, whole.ema)
-    assert len(asked) == 30
+    questions: list[int] = []
+    assert same_bytes(Run(tmp_path)(lambda: bool(questions.append(1))).ema, whole.ema)
+    assert len(questions) == 30
 
 
 @pytest.mark.parametrize("change", ["settings", "data", "weights"])
@@ -394,8 +394,8 @@ def test_step_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_to_chan
 ) -> None:
     run = Run(tmp_path)
 
-    def full(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        if not given[0].is_meta:  # on which operations are counted
+    def full(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not inputs[0].is_meta:  # on which operations are counted
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     run.model.register_forward_pre_hook(full)
@@ -407,7 +407,11 @@ def test_step_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_to_chan
 def test_progress_and_result_tell_steps_loss_rate_time_and_operations(tmp_path: Path) -> None:
     run = Run(tmp_path)
     trained = run()
-    assert [(told.step, told.num_steps) for told in run.told] == [(10, 30), (20, 30), (30, 30)]
+    assert [(progress.step, progress.num_steps) for progress in run.told] == [
+        (10, 30),
+        (20, 30),
+        (30, 30),
+    ]
     assert run.told[-1].loss == trained.loss
     assert run.told[0].seconds < run.told[1].seconds < trained.seconds + 1e-9
     assert run.told[-1].steps_per_second == pytest.approx(30 / run.told[-1].seconds, rel=0.5)

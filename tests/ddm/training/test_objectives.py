@@ -129,8 +129,8 @@ def test_hidden_text_is_all_zeros_and_labels_change_nothing_else_of_a_batch() ->
     with_it = draw_batch(Examples(images(), text_NLD, drop=0.5), settings(), 3, UniformT())
     without = draw_batch(Examples(images()), settings(), 3, UniformT())
     assert with_it.condition is not None
-    assert {bool((each == 0).all()) for each in with_it.condition} == {True, False}
-    assert all((each == 0).all() or (each != 0).all() for each in with_it.condition)
+    assert {bool((condition == 0).all()) for condition in with_it.condition} == {True, False}
+    assert all((condition == 0).all() or (condition != 0).all() for condition in with_it.condition)
     assert torch.equal(with_it.eps, without.eps)
     assert torch.equal(with_it.t_B, without.t_B)
 

@@ -13,6 +13,6 @@ def test_every_epoch_uses_every_image_once(num: int, batch_size: int) -> None:
 
 
 def test_order_depends_on_seed_and_step_alone() -> None:
-    found = [in_epochs(1, step, 4, 10).tolist() for step in (7, 0, 7, 3, 7)]
-    assert found[0] == found[2] == found[4]
-    assert found[0] != in_epochs(2, 7, 4, 10).tolist()
+    batches = [in_epochs(1, step, 4, 10).tolist() for step in (7, 0, 7, 3, 7)]
+    assert batches[0] == batches[2] == batches[4]
+    assert batches[0] != in_epochs(2, 7, 4, 10).tolist()

@@ -93,7 +93,7 @@ def test_weights_are_the_same_bytes_however_many_threads_draw_and_wherever_the_i
     lazy = open_images(
         open_arrays(tmp_path / "a.npy"), DataSpec(shape=SHAPE, range=(-1.0, 1.0)), tmp_path
     )
-    found = {}
+    weights = {}
     for threads, data in ((0, images()), (1, images()), (3, lazy)):
         monkeypatch.setattr(
             ddm.training.loop, "drawing_threads", lambda *_, threads=threads: threads
@@ -101,10 +101,10 @@ def test_weights_are_the_same_bytes_however_many_threads_draw_and_wherever_the_i
         run = Run(tmp_path / f"{threads}", data=data)  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             run(stop_at(11 + threads))
-        found[threads] = Run(tmp_path / f"{threads}", data=data)().ema  # type: ignore[arg-type]
-    assert same_bytes(found[0], found[1]) and same_bytes(found[0], found[3])
+        weights[threads] = Run(tmp_path / f"{threads}", data=data)().ema  # type: ignore[arg-type]
+    assert same_bytes(weights[0], weights[1]) and same_bytes(weights[0], weights[3])
     other = Run(tmp_path / "other", data=images().flip(0))()  # the control
-    assert not same_bytes(found[0], other.ema)
+    assert not same_bytes(weights[0], other.ema)
 
 
 def test_run_that_was_killed_ends_with_the_same_bytes_when_it_goes_on_with_batches_drawn_ahead(

@@ -67,13 +67,13 @@ def unit_of(name: str, samples: int = 3) -> UnitSamples:
     """What a unit learns from in a step."""
     random = torch.Generator().manual_seed(2)
     (_, condition) = EXPERTS[name]
-    given = None
+    condition_S = None
     if isinstance(condition, ClassCondition):
-        given = torch.randint(-1, 3, (samples,), generator=random)
+        condition_S = torch.randint(-1, 3, (samples,), generator=random)
     elif isinstance(condition, TextCondition):
-        given = torch.randn(samples, condition.max_tokens, condition.dim, generator=random)
+        condition_S = torch.randn(samples, condition.max_tokens, condition.dim, generator=random)
     noise, x_0 = (torch.randn(samples, *SHAPE, generator=random) for _ in range(2))
-    return UnitSamples(x_0, noise, torch.rand(samples, generator=random), given)
+    return UnitSamples(x_0, noise, torch.rand(samples, generator=random), condition_S)
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def one_by_one(model: nn.Module, unit: UnitSamples) -> Iterator[Tensor]:
     """Oracle: a plain backward pass over the images of one unit, one after another."""
     model.zero_grad()
     for sample in range(len(unit)):
-        x_0, eps, t_B = (each[sample][None] for each in (unit.x_0, unit.eps, unit.t_S))
+        x_0, eps, t_B = (values[sample][None] for values in (unit.x_0, unit.eps, unit.t_S))
         condition = () if unit.condition is None else (unit.condition[sample][None],)
         error = model(x_t(PATH, x_0, eps, t_B), t_B, *condition) - target_of(
             PATH, "velocity", x_0, eps, t_B
@@ -105,11 +105,11 @@ def test_gradient_of_a_unit_is_the_mean_over_its_samples(name: str) -> None:
     for adaptation in adaptations:
         model = expert_of(name, adaptation)
         unit = unit_of(name)
-        found, _ = unit_gradient(
+        gradients, _ = unit_gradient(
             UnitLoss(model, training(), TrainingObjective(PATH)), trained(model), unit
         )
         with case(adaptation.kind):
-            for gradient, expected in zip(found.values(), one_by_one(model, unit), strict=True):
+            for gradient, expected in zip(gradients.values(), one_by_one(model, unit), strict=True):
                 torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=2e-6)
 
 
@@ -117,17 +117,19 @@ def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
     model = expert_of("mmdit", LORA)
     unit = unit_of("mmdit")
     loss = UnitLoss(model, training(), TrainingObjective(PATH))
-    found = []
+    gradients = []
     for shift in (0, 1, 3):
         moved = [
-            torch.cat([torch.zeros(shift), each.flatten()])[shift:].view(each.shape)
-            for each in unit.fields
+            torch.cat([torch.zeros(shift), field.flatten()])[shift:].view(field.shape)
+            for field in unit.fields
         ]
         gradient, _ = unit_gradient(
             loss, trained(model), UnitSamples(*moved).copied(torch.device("cpu"))
         )
-        found.append(gradient)
-    assert all(torch.equal(each[name], found[0][name]) for each in found for name in each)
+        gradients.append(gradient)
+    assert all(
+        torch.equal(other[name], gradients[0][name]) for other in gradients for name in other
+    )
 
 
 def test_bfloat16_leaves_gradients_of_float32() -> None:
@@ -136,11 +138,11 @@ def test_bfloat16_leaves_gradients_of_float32() -> None:
     exact, _ = unit_gradient(
         UnitLoss(model, training(), TrainingObjective(PATH)), trained(model), unit
     )
-    found, _ = unit_gradient(
+    gradient, _ = unit_gradient(
         UnitLoss(model, training(), TrainingObjective(PATH), in_bf16=True), trained(model), unit
     )
-    assert {each.dtype for each in found.values()} == {torch.float32}
-    whole = [torch.cat([each.flatten() for each in grads.values()]) for grads in (exact, found)]
+    assert {part.dtype for part in gradient.values()} == {torch.float32}
+    whole = [torch.cat([part.flatten() for part in grads.values()]) for grads in (exact, gradient)]
     assert torch.nn.functional.cosine_similarity(*whole, dim=0) > 0.99
 
 
@@ -149,13 +151,13 @@ def test_clipped_gradient_stays_within_the_clip_norm_keeps_its_direction_and_lie
 ):
     random = torch.Generator().manual_seed(3)
     for scale in (1e-12, 1e-3, 1.0, 1e6, 1e30):
-        given = {
+        raw = {
             "a": scale * torch.randn(40, 3, generator=random),
             "b": scale * torch.randn(7, generator=random),
         }
         for clip in (0.01, 1.0, 50.0):
-            flat_P = torch.cat([each.flatten().double() for each in clipped(given, clip).values()])
-            raw_P = torch.cat([each.flatten().double() for each in given.values()])
+            flat_P = torch.cat([part.flatten().double() for part in clipped(raw, clip).values()])
+            raw_P = torch.cat([part.flatten().double() for part in raw.values()])
             assert torch.equal(flat_P, flat_P.round())
             assert flat_P.norm() <= sensitivity(127)
             expected_P = raw_P * (clip / raw_P.norm()).clamp(max=1.0) * STEPS_PER_CLIP / clip
@@ -167,18 +169,18 @@ def test_scaling_in_float32_leaves_a_clipped_norm_far_inside_the_slack_of_the_se
     random = torch.Generator().manual_seed(4)
     for num in (1, 100, 1_000_000):
         for scale in (1e-30, 1.0, 1e30):
-            given = {"a": scale * torch.randn(num, generator=random)}
-            norm = clipped(given, 1e-33)["a"].double().norm()
+            raw = {"a": scale * torch.randn(num, generator=random)}
+            norm = clipped(raw, 1e-33)["a"].double().norm()
             assert norm <= STEPS_PER_CLIP * (1 + 2**-22) + sqrt(num) / 2
 
 
 def test_gradient_that_is_not_finite_counts_as_none() -> None:
     for lost in (torch.nan, torch.inf, -torch.inf):
-        given = {"a": torch.ones(4), "b": torch.ones(2)}
-        assert all(each.all() for each in clipped(given, 1.0).values())
-        given["b"][1] = lost
-        assert all((each == 0).all() for each in clipped(given, 1.0).values())
-    assert all((each == 0).all() for each in clipped({"a": torch.zeros(4)}, 1.0).values())
+        raw = {"a": torch.ones(4), "b": torch.ones(2)}
+        assert all(part.all() for part in clipped(raw, 1.0).values())
+        raw["b"][1] = lost
+        assert all((part == 0).all() for part in clipped(raw, 1.0).values())
+    assert all((part == 0).all() for part in clipped({"a": torch.zeros(4)}, 1.0).values())
 
 
 def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_without_clipping_by_more() -> (
@@ -188,12 +190,12 @@ def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_wit
     unit = unit_of("dit")
     clip = 0.01
     loss = UnitLoss(model, training(), TrainingObjective(PATH))
-    num = sum(each.numel() for each in trained(model).values())
+    num = sum(part.numel() for part in trained(model).values())
 
     def gradients() -> tuple[Tensor, Tensor]:
         gradient, _ = unit_gradient(loss, trained(model), unit)
-        grid = torch.cat([each.double().flatten() for each in clipped(gradient, clip).values()])
-        return grid, torch.cat([each.double().flatten() for each in gradient.values()])
+        grid = torch.cat([part.double().flatten() for part in clipped(gradient, clip).values()])
+        return grid, torch.cat([part.double().flatten() for part in gradient.values()])
 
     before, raw_before = gradients()
     unit.x_0.mul_(-30.0)

@@ -19,9 +19,9 @@ def published(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_weights_of_eps_are_the_published_ones(path: Path) -> None:
-    found = loss_weights("sigmoid", path, "eps", TIMES)
-    assert found is not None
-    assert torch.allclose(found, published(path))
+    weights = loss_weights("sigmoid", path, "eps", TIMES)
+    assert weights is not None
+    assert torch.allclose(weights, published(path))
 
 
 @pytest.mark.parametrize("path", PATHS)
