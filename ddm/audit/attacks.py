@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Path, Prediction, target_of, x_0_and_eps_of, x_t
 
 # The shares of noise of each attack, and how often it draws noise.
-LOSS_SHARES = (0.1, 0.25, 0.45, 0.7)
+LOSS_SHARES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.28, 0.36, 0.45, 0.55, 0.7)
 LOSS_DRAWS = 2
 SIMA_SHARES = (0.05, 0.1, 0.2, 0.4)
 PIA_START = 0.02

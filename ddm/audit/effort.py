@@ -11,13 +11,15 @@ TRAINING_CALLS = 3
 """What a training step on an image costs, in evaluations of the expert."""
 SAMPLE_STEPS = 20
 MAX_IMAGES_PER_UNIT = 4
-# Shares of the steps of the training, within bounds.
+# Shares of the steps of the training, within bounds. After a short training the reference takes as many steps as the
+# expert did, which is the best comparison there is.
 _REFERENCE_SHARE = 0.03
-_MIN_REFERENCE_STEPS = 50
-# In a tenth of its steps an expert forgets much of what it knew of units that are left out by then, and little else
-# (docs/adr/0077).
-_SHADOW_SHARE = 0.1
-_MIN_SHADOW_STEPS = 50
+_MIN_REFERENCE_STEPS = 500
+# In so few of its steps an expert forgets much of what it knew of units that are left out by then, and little else.
+# What two shadows forget by chance cancels in part (docs/adr/0077).
+NUM_SHADOWS = 2
+_SHADOW_SHARE = 0.075
+_MIN_SHADOW_STEPS = 100
 _CONTROL_SHARE = 0.01
 _MIN_CONTROL_STEPS = 60
 _MAX_CONTROL_STEPS = 2000
@@ -25,8 +27,8 @@ _CONTROL_UNITS = 16
 _MIN_SAMPLES = 500
 # `audit.num_samples` of a policy that states no other number.
 _DEFAULT_SAMPLES = 10_000
-NUM_ATTACKED_EXPERTS = 4
-"""The expert, the reference, the shadow and the overfitted copy."""
+NUM_ATTACKED_EXPERTS = 3 + NUM_SHADOWS
+"""The expert, the reference, the shadows and the overfitted copy."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Effort:
 
     Attributes:
         reference_steps: of the reference expert's training.
-        shadow_steps: that the expert is trained on without the members.
+        shadow_steps: that the expert is trained on without the members, for each shadow.
         control_steps: of the overfitted copy's.
         control_units: that it is overfitted to.
         images_per_unit: attacked at most.
@@ -51,8 +53,8 @@ class Effort:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the three trainings take."""
-        return self.reference_steps + self.shadow_steps + self.control_steps
+        """How many steps all trainings take."""
+        return self.reference_steps + NUM_SHADOWS * self.shadow_steps + self.control_steps
 
     def num_evaluations(self, training: Training, num_images: int) -> int:
         """Return how often an expert is evaluated, a training step on an image counting as three.
@@ -82,12 +84,13 @@ def effort_of(
         reference_steps = max(round(_REFERENCE_SHARE * training.num_steps), _MIN_REFERENCE_STEPS)
         reference_steps = min(reference_steps, training.num_steps)
     shadow_steps = max(round(_SHADOW_SHARE * training.num_steps), _MIN_SHADOW_STEPS)
+    shadow_steps = min(shadow_steps, training.num_steps)
     control_steps = max(round(_CONTROL_SHARE * training.num_steps), _MIN_CONTROL_STEPS)
     control_steps = min(control_steps, _MAX_CONTROL_STEPS)
 
     step_calls = TRAINING_CALLS * training.batch_size
     budget = SHARE * step_calls * training.num_steps
-    budget -= step_calls * (reference_steps + shadow_steps + control_steps)
+    budget -= step_calls * (reference_steps + NUM_SHADOWS * shadow_steps + control_steps)
 
     # Half of what is left is for the attacks, the rest for samples.
     calls_per_image_of_units = NUM_ATTACKED_EXPERTS * CALLS * num_units

@@ -1,6 +1,7 @@
 """From the scores of images to what an attacker learns about units, and the two controls that show that it works."""
 
 # Shape legend: I images, U units, A attacks, M units trained on, N units held out.
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -117,9 +118,9 @@ class UnitScores:
 
 
 def measure_membership(
-    scores: UnitScores, *, reference: UnitScores, shadow: UnitScores
+    scores: UnitScores, *, reference: UnitScores, shadows: Sequence[UnitScores]
 ) -> Membership:
-    """Attack units by each attack as it is, beside the reference, beside the shadow, and by what chooses among these.
+    """Attack units by each attack as it is, beside the reference, beside the shadows, and by what chooses among these.
 
     A unit's score is the highest of its images'. The combination has their means too: a patient of whom every image is
     remembered a little shows in the mean, one of whom a single image is remembered in the highest.
@@ -127,13 +128,13 @@ def measure_membership(
     Args:
         scores: of the expert.
         reference: of an expert that learned neither the members nor the units held out, with the same noise.
-        shadow: of the expert after it was trained on without the members, with the same noise.
+        shadows: of the expert after it was trained on without the members, with the same noise; at least one.
     """
-    shadow_ratio = scores.log_ratio(shadow)
+    shadow_ratio = _mean_scores([scores.log_ratio(shadow) for shadow in shadows])
     ratio_by_label = {
         "": scores,
         ", beside the reference": scores.log_ratio(reference),
-        ", beside the shadow": shadow_ratio,
+        ", beside the shadows": shadow_ratio,
     }
     attacks = []
     suspicions = []
@@ -149,22 +150,23 @@ def measure_membership(
     member_MA = torch.stack(member_columns, 1)
     other_NA = torch.stack(other_columns, 1)
 
-    # The last columns are those beside the shadow.
+    # The first columns are the attacks as they are, whose scores mean something else for every image.
     num_kinds = len(names())
-    shadow_member_MA = member_MA[:, -num_kinds:]
-    shadow_other_NA = other_NA[:, -num_kinds:]
+    combined_member_MA = member_MA[:, num_kinds:]
+    combined_other_NA = other_NA[:, num_kinds:]
+    num_combined = combined_member_MA.shape[1]
     if scores.has_units_of_several_images:
         mean_member_MA, mean_other_NA = shadow_ratio.unit_means()
-        shadow_member_MA = torch.cat([shadow_member_MA, mean_member_MA], 1)
-        shadow_other_NA = torch.cat([shadow_other_NA, mean_other_NA], 1)
+        combined_member_MA = torch.cat([combined_member_MA, mean_member_MA], 1)
+        combined_other_NA = torch.cat([combined_other_NA, mean_other_NA], 1)
     deciding = (
         _cross_fitted_attack(
             f"strongest of {len(attacks)} attacks", member_MA, other_NA, strongest_attack
         ),
         _cross_fitted_attack(
-            f"combination of {num_kinds} attacks",
-            shadow_member_MA,
-            shadow_other_NA,
+            f"combination of {num_combined} attacks",
+            combined_member_MA,
+            combined_other_NA,
             best_combination,
         ),
     )
@@ -174,6 +176,15 @@ def measure_membership(
         num_members=len(member_MA),
         num_others=len(other_NA),
         suspicion_M=torch.stack(suspicions).amax(0),
+    )
+
+
+def _mean_scores(scores: Sequence[UnitScores]) -> UnitScores:
+    """Return the mean of the scores of the same images."""
+    return replace(
+        scores[0],
+        member_IA=torch.stack([score.member_IA for score in scores]).mean(0),
+        other_IA=torch.stack([score.other_IA for score in scores]).mean(0),
     )
 
 

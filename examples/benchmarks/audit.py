@@ -2,7 +2,7 @@
 
     python examples/benchmarks/audit.py --steps 4000
 
-Training, reference, shadow, overfitted copy, attacks and samples run one after the other on one thread, with the
+Training, reference, shadows, overfitted copy, attacks and samples run one after the other on one thread, with the
 numbers that `ddm.audit.effort` gives a site of as many units.
 """
 
@@ -16,7 +16,7 @@ import torch
 from support.plan import small_plan
 
 from ddm.audit.attacks import AttackedExpert
-from ddm.audit.effort import effort_of
+from ddm.audit.effort import NUM_SHADOWS, effort_of
 from ddm.audit.running import draw_samples, score_images
 from ddm.diffusion.path import path_named
 from ddm.models import build_expert
@@ -66,7 +66,10 @@ def main() -> None:
         trained("training", asked.steps, images[HELD:]),
         trained("reference", effort.reference_steps, images[HELD + MEMBERS :]),
         # From which weights a training starts does not change what it costs.
-        trained("shadow", effort.shadow_steps, images[HELD + MEMBERS :]),
+        *(
+            trained(f"shadow {number}", effort.shadow_steps, images[HELD + MEMBERS :])
+            for number in range(NUM_SHADOWS)
+        ),
         trained(
             "overfitted copy", effort.control_steps, images[HELD : HELD + effort.control_units]
         ),

@@ -1,6 +1,6 @@
-"""Audits one expert: trains three others to compare it with, attacks all four, and looks for copies in samples.
+"""Audits one expert: trains others to compare it with, attacks all of them, and looks for copies in samples.
 
-The others are a reference, a shadow and an overfitted copy. Every measurement is on disk once it is taken; a killed
+The others are a reference, shadows and an overfitted copy. Every measurement is on disk once it is taken; a killed
 audit continues behind the last one, and a training at its last checkpoint. Memory holds one block of images, the
 thumbnails of samples, and up to two experts.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from ddm.audit.attacks import CALLS
 from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
 from ddm.audit.crossfit import MIN_UNITS
-from ddm.audit.effort import SAMPLE_STEPS, TRAINING_CALLS
+from ddm.audit.effort import NUM_SHADOWS, SAMPLE_STEPS, TRAINING_CALLS
 from ddm.audit.membership import UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings
@@ -102,7 +102,9 @@ def audit_expert(
     # Most attacks compare the expert with one that knows less of the members: an image that is easy for both says
     # nothing about membership. The control shows that the attacks find what was certainly learned.
     reference_scores = _attack(audit, "reference", _reference(audit))
-    shadow_scores = _attack(audit, "shadow", _shadow(audit))
+    shadow_scores = []
+    for number in range(NUM_SHADOWS):
+        shadow_scores.append(_attack(audit, f"shadow-{number}", _shadow(audit, number)))
     control_scores = _attack(audit, "control", _overfitted_copy(audit))
     neighbours = _measure_neighbours(audit)
 
@@ -122,12 +124,16 @@ def audit_expert(
     membership = measure_membership(
         _unit_scores(expert, scores, every_member_U, is_tested_U),
         reference=reference,
-        shadow=_unit_scores(expert, shadow_scores, every_member_U, is_tested_U),
+        shadows=[
+            _unit_scores(expert, scores, every_member_U, is_tested_U) for scores in shadow_scores
+        ],
     )
     control = measure_membership(
         _unit_scores(expert, control_scores, overfitted_U, is_tested_U),
         reference=_unit_scores(expert, reference_scores, overfitted_U, is_tested_U),
-        shadow=_unit_scores(expert, shadow_scores, overfitted_U, is_tested_U),
+        shadows=[
+            _unit_scores(expert, scores, overfitted_U, is_tested_U) for scores in shadow_scores
+        ],
     )
     is_tested_H = is_tested_U[expert.held.unit_I]
     # The scale of copies comes from the units that are left, for the same reason.
@@ -174,7 +180,7 @@ def _reference(audit: _Audit) -> BaseExpert:
     return _train(audit, "reference", expert.others_N, num_steps, base=None)
 
 
-def _shadow(audit: _Audit) -> BaseExpert:
+def _shadow(audit: _Audit, number: int) -> BaseExpert:
     """Return the expert trained on with its own images except the members'.
 
     It forgets members, and keeps what it knows of all others. So its errors tell memory of an image from an image that
@@ -185,7 +191,8 @@ def _shadow(audit: _Audit) -> BaseExpert:
     """
     expert = audit.expert
     num_steps = expert.effort.shadow_steps
-    return _train(audit, "shadow", expert.others_N, num_steps, base=expert.base)
+    name = f"shadow-{number}"
+    return _train(audit, name, expert.others_N, num_steps, base=expert.base, draw=number)
 
 
 def _overfitted_copy(audit: _Audit) -> BaseExpert:
@@ -207,6 +214,7 @@ def _train(
     *,
     base: BaseExpert | None,
     overfits: bool = False,
+    draw: int = 0,
 ) -> BaseExpert:
     expert = audit.expert
     step_evaluations = TRAINING_CALLS * expert.plan.expert.training.batch_size
@@ -224,7 +232,7 @@ def _train(
 
     # Killed before the file is written, the training continues from the checkpoint in its job's folder.
     folder = expert.job_folder(name)
-    planned = expert.planned(base, num_steps, overfits=overfits)
+    planned = expert.planned(base, num_steps, overfits=overfits, draw=draw)
     train_job(
         expert.make_task(planned, image_I, folder),
         folder,

@@ -28,6 +28,8 @@ from silo.data.cohort import Cohort
 
 # Shape legend: N images, I images of one side, U units.
 
+_MAX_SEED = 2**63
+
 
 @dataclass(frozen=True)
 class AttackedUnits:
@@ -175,8 +177,17 @@ class AuditedExpert:
             case _:
                 return self.inputs.text_NLD
 
-    def planned(self, base: BaseExpert | None, num_steps: int, *, overfits: bool) -> PlannedExpert:
-        """Return a training of a few steps; one that overfits follows the last steps instead of their average."""
+    def planned(
+        self, base: BaseExpert | None, num_steps: int, *, overfits: bool, draw: int = 0
+    ) -> PlannedExpert:
+        """Return a training of a few steps; one that overfits follows the last steps instead of their average.
+
+        Args:
+            base: the expert that it starts from; None for random weights.
+            num_steps: of the training.
+            overfits: see above.
+            draw: of its random numbers; every draw takes other batches and other noise.
+        """
         # The plan's average is made for its many steps; over these few it would still be near the start.
         ema_decay = 0.9
         warmup_steps = min(self.plan.expert.training.warmup_steps, num_steps // 5)
@@ -190,6 +201,7 @@ class AuditedExpert:
                 "ema_width": None,
                 "ema_snapshots": 0,
                 "num_steps": num_steps,
+                "seed": (self.plan.expert.training.seed + draw) % _MAX_SEED,
                 "checkpoint_steps": max(num_steps // 4, 1),
                 "schedule": "constant",
                 "final_rate": 0.0,

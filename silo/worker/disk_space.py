@@ -70,7 +70,7 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
 def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     """Return what the leak audit writes besides at most, of one expert at a time; 0 where it is inconclusive anyway.
 
-    Three experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
+    The experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
     of samples and of units held out.
     """
     num_held = num_holdout_units(num_units, policy)
@@ -84,7 +84,9 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     )
     num_samples = effort.num_samples
     thumbnail_values = _thumbnail_values(plan)
-    trained = 3 * _expert_bytes(plan) + (KEPT + 1) * _checkpoint_bytes(plan)
+    trained = (NUM_ATTACKED_EXPERTS - 1) * _expert_bytes(plan) + (KEPT + 1) * _checkpoint_bytes(
+        plan
+    )
     samples = _FLOAT_BYTES * num_samples * (thumbnail_values + plan.encoder.dim)
     neighbours = _NEIGHBOURS_BYTES * (num_samples + MAX_IMAGES_PER_UNIT * num_held + MAX_BLURRED)
     # Scores of members and of units held out.

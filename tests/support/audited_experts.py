@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddm.audit.attacks import AttackedExpert
 from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
-from ddm.audit.effort import effort_of
+from ddm.audit.effort import NUM_SHADOWS, effort_of
 from ddm.audit.membership import UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings, judge
@@ -140,10 +140,15 @@ def audit_digits(
         effort.reference_steps, ema_decay=0.9, warmup_steps=effort.reference_steps // 5
     )
     reference = train_expert(learned[num:], short, folder / "reference")
-    forgetful = training_settings(
-        effort.shadow_steps, ema_decay=0.9, warmup_steps=effort.shadow_steps // 5
-    )
-    shadow = train_expert(learned[num:], forgetful, folder / "shadow", expert)
+    shadows = []
+    for number in range(NUM_SHADOWS):
+        forgetful = training_settings(
+            effort.shadow_steps,
+            ema_decay=0.9,
+            warmup_steps=effort.shadow_steps // 5,
+            seed=number,
+        )
+        shadows.append(train_expert(learned[num:], forgetful, folder / f"shadow-{number}", expert))
     few = learned[: effort.control_units]
     control = train_expert(
         few,
@@ -152,7 +157,7 @@ def audit_digits(
         expert,
     )
     reference_scores = score_units(reference, learned[:num], held)
-    shadow_scores = score_units(shadow, learned[:num], held)
+    shadow_scores = [score_units(shadow, learned[:num], held) for shadow in shadows]
     of_few = torch.arange(num) < len(few)
     held_HK = nearest(held, learned)
     scale = CopyScale.of(held_HK)
@@ -164,12 +169,12 @@ def audit_digits(
         membership=measure_membership(
             score_units(expert, learned[:num], held),
             reference=reference_scores,
-            shadow=shadow_scores,
+            shadows=shadow_scores,
         ),
         control=measure_membership(
             score_units(control, few, held),
             reference=_some_members(reference_scores, of_few),
-            shadow=_some_members(shadow_scores, of_few),
+            shadows=[_some_members(scores, of_few) for scores in shadow_scores],
         ),
         sides_alike=sides_alike(reference_scores),
         copies={

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from ddm.audit.attacks import CALLS, names
 from ddm.audit.copies import CopyScale, share_of_copies
-from ddm.audit.effort import NUM_ATTACKED_EXPERTS, SAMPLE_STEPS, SHARE, effort_of, share_of_training
+from ddm.audit.effort import (
+    NUM_ATTACKED_EXPERTS,
+    NUM_SHADOWS,
+    SAMPLE_STEPS,
+    SHARE,
+    effort_of,
+    share_of_training,
+)
 from ddm.audit.membership import Membership, measure_membership, sides_alike
 from tests.support.audited_experts import (
     audit_digits,
@@ -73,7 +80,7 @@ def by_attack(membership: Membership) -> Mapping[str, float]:
 def test_every_attack_sees_an_expert_that_is_its_training_images() -> None:
     reference = score_units(Population(), LEARNED, HELD)
     membership = measure_membership(
-        score_units(Memoriser(LEARNED), LEARNED, HELD), reference=reference, shadow=reference
+        score_units(Memoriser(LEARNED), LEARNED, HELD), reference=reference, shadows=[reference]
     )
     auc_by_attack = by_attack(membership)
     assert min(auc_by_attack.values()) > 0.95, auc_by_attack
@@ -83,7 +90,7 @@ def test_no_attack_sees_members_in_an_expert_that_knows_the_population_alone() -
     plain = score_units(Population(), normal(150, 2), normal(150, 3))
     assert sides_alike(plain)
     other = score_units(Memoriser(normal(60, 4)), normal(150, 2), normal(150, 3))
-    membership = measure_membership(plain, reference=other, shadow=other)
+    membership = measure_membership(plain, reference=other, shadows=[other])
     assert membership.worst.auc.value < 0.6
 
 
@@ -101,7 +108,7 @@ def test_noise_of_an_image_does_not_depend_on_the_expert_and_so_cancels_in_the_c
     one = score_units(Population(), LEARNED, HELD)
     again = score_units(Population(), LEARNED, HELD)
     assert torch.equal(one.member_IA, again.member_IA) and torch.equal(one.other_IA, again.other_IA)
-    membership = measure_membership(one, reference=again, shadow=again)
+    membership = measure_membership(one, reference=again, shadows=[again])
     compared = [attack for attack in membership.attacks if "beside" in attack.name]
     assert {attack.auc.value for attack in compared} == {0.5}
 
@@ -118,7 +125,9 @@ def test_attacks_leave_the_expert_as_it_was() -> None:
 def test_audit_of_a_long_training_costs_a_quarter_of_it(num_steps: int) -> None:
     recipe = training_settings(num_steps, batch_size=128)
     effort = effort_of(recipe, num_units=2000, max_samples=10_000, trains_reference=True)
-    num_steps_of_audit = effort.reference_steps + effort.shadow_steps + effort.control_steps
+    num_steps_of_audit = (
+        effort.reference_steps + NUM_SHADOWS * effort.shadow_steps + effort.control_steps
+    )
     cost = 3 * 128 * num_steps_of_audit
     cost += (
         NUM_ATTACKED_EXPERTS * CALLS * 2000 * effort.images_per_unit

@@ -106,12 +106,12 @@ def test_shadow_takes_away_what_makes_an_image_easy_for_any_expert() -> None:
     expert = errors(hard_MA + noise_MA - 0.8, hard_NA + noise_NA)
     shadow = errors(hard_MA, hard_NA)
 
-    blind = measure_membership(expert, reference=expert, shadow=expert)
+    blind = measure_membership(expert, reference=expert, shadows=[expert])
     assert max(attack.auc.value for attack in blind.attacks) < 0.6
-    membership = measure_membership(expert, reference=expert, shadow=shadow)
+    membership = measure_membership(expert, reference=expert, shadows=[shadow])
     strongest = max(membership.attacks, key=lambda attack: attack.auc.value)
     assert strongest.auc.value > 0.68
-    assert "beside the shadow" in strongest.name
+    assert "beside the shadows" in strongest.name
     # The attacks err independently, so that together they say more than any of them.
     assert membership.worst.auc.value > strongest.auc.value + 0.1
     assert "combination" in membership.worst.name
@@ -129,7 +129,7 @@ def test_patient_of_whom_every_image_is_remembered_a_little_shows_in_the_combina
     expert = UnitScores(-member_error_IA, -other_error_IA, unit_I, unit_I)
     shadow = UnitScores(-torch.ones(shape), -torch.ones(shape), unit_I, unit_I)
 
-    membership = measure_membership(expert, reference=shadow, shadow=shadow)
+    membership = measure_membership(expert, reference=shadow, shadows=[shadow])
     strongest, combination = membership.deciding
     # The mean of four shifts by a standard deviation, for which the closed form says 0.76.
     assert combination.auc.value == pytest.approx(NormalDist().cdf(1 / 2**0.5), abs=0.04)
@@ -146,7 +146,7 @@ def test_best_of_many_attacks_by_chance_decides_nothing() -> None:
         expert = errors(logs[0], logs[1])
         reference = errors(logs[2], logs[3])
         shadow = errors(logs[4], logs[5])
-        membership = measure_membership(expert, reference=reference, shadow=shadow)
+        membership = measure_membership(expert, reference=reference, shadows=[shadow])
         areas_of_best.append(max(attack.auc.value for attack in membership.attacks))
         for attack in membership.deciding:
             deciding_areas.append(attack.auc.value)
