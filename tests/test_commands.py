@@ -123,7 +123,7 @@ def test_key_stays_closed_when_the_passphrase_is_wrong_empty_absent_or_nobody_ca
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
 ) -> None:
     enroll = ("silo", "enroll", planned.sites["north"].path, "--out", tmp_path / "card.json")
-    (tmp_path / "wrong").write_text("wrong\n")
+    (tmp_path / "wrong").write_text("another correct horse\n")
     (tmp_path / "empty").touch()
     assert run(*enroll, "--passphrase-file", tmp_path / "wrong").code == 5
     assert run(*enroll, "--passphrase-file", tmp_path / "empty").code == 5
@@ -203,7 +203,7 @@ def test_silo_init_twice_overwrites_nothing_and_one_cut_short_is_finished_with_t
     assert run(*words).code == 6
     for late in ("silo.toml", "courier/node.pub"):
         (site / late).unlink()
-    (tmp_path / "wrong").write_text("wrong\n")
+    (tmp_path / "wrong").write_text("another correct horse\n")
     refused = run(*init_words(planned, site, tmp_path / "wrong"))
     assert refused.code == 5
     assert "cut short" in refused.err

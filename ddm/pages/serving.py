@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ddm.errors import BusyError
-from ddm.system.peers import user_of
+from ddm.system.peers import users_at, written
 
 _MAX_CONNECTIONS = 32
 # Connections of others than this process's own user: of one user or address, and of all of them. A browser opens six.
@@ -120,6 +120,24 @@ class PlacesForPeers:
 
     def __init__(self) -> None:
         self._num_by_peer: Counter[str] = Counter()
+        self._users: dict[str, int | None] | None = None
+
+    def users_of(
+        self, server: tuple[str, int], loop: asyncio.AbstractEventLoop
+    ) -> dict[str, int | None]:
+        """Return the users of this machine who have the other ends of connections, by the client's address.
+
+        All connections that are accepted in one turn of the loop take one look at the kernel's table: with one look for
+        each, whoever opens connections one after another would keep the server busy. The next turn looks again, since
+        another user may have the same address by then.
+        """
+        if self._users is None:
+            self._users = users_at(server)
+            loop.call_soon(self._forget_users)
+        return self._users
+
+    def _forget_users(self) -> None:
+        self._users = None
 
     def take(self, peer: str) -> bool:
         """Return whether there was a place for one more connection of a peer, and count it if so."""
@@ -153,8 +171,24 @@ class BriefProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or end it if its peer has too many, and schedule its end."""
         super().connection_made(transport)
-        peer = _peer_of(transport)
-        if peer is not None:
+        self._admit(transport, is_second_look=False)
+
+    def _admit(self, transport: asyncio.Transport, is_second_look: bool) -> None:
+        client = transport.get_extra_info("peername")
+        server = transport.get_extra_info("sockname")
+        # A connection that was closed at once has no addresses any more.
+        if transport.is_closing() or not client or not server:
+            transport.abort()
+            return
+        users = self.places.users_of((server[0], server[1]), self.loop)
+        address = written(client[0], client[1])
+        if address not in users and not is_second_look:
+            # It may have been accepted after this turn's look at the table; after the next look it is in it, or gone.
+            self.loop.call_soon(self._admit, transport, True)
+            return
+        user = users.get(address)
+        if user != os.geteuid():
+            peer = f"address {client[0]}" if user is None else f"user {user}"
             if not self.places.take(peer):
                 # Not counted until its end either: who opens connections faster than they end would fill the server.
                 self.connections.discard(self)
@@ -175,21 +209,6 @@ class BriefProtocol(H11Protocol):
         # uvicorn makes the cycle of request and answer once it has all headers.
         if self.cycle is None:
             transport.abort()
-
-
-def _peer_of(transport: asyncio.Transport) -> str | None:
-    """Return who has the other end of a connection: another user, else an address; None for this process's own user."""
-    client = transport.get_extra_info("peername")
-    server = transport.get_extra_info("sockname")
-    # A connection that was closed at once has no addresses any more.
-    if not client or not server:
-        return "nobody"
-    user = user_of((client[0], client[1]), (server[0], server[1]))
-    if user == os.geteuid():
-        return None
-    if user is not None:
-        return f"user {user}"
-    return f"address {client[0]}"
 
 
 class HostFilter:
