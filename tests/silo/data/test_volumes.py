@@ -24,6 +24,7 @@ from silo.data.first_look import count_units, look_at
 from silo.images.decisions import Decision, Decisions
 from silo.images.memory import ScanMemory
 from tests.support.cohorts import cohort_at, source_at
+from tests.support.errors import has_subject
 from tests.support.pictures import read_all_pictures
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
@@ -135,7 +136,7 @@ def test_patients_and_classes_come_from_the_table_in_whatever_order_it_lists_the
     request = {"unit": "patient", "num_classes": 3}
     for number, name in enumerate(("a", "b", "c")):
         save(data / f"{name}.nii", scan(number))
-    with pytest.raises(DataError, match="patient"):
+    with pytest.raises(DataError, check=has_subject("patient")):
         load(data, **request)
     (data / "volumes.csv").write_text("file,patient,label\nc.nii,P2,2\na.nii,P1,0\nb.nii, P2,1\n")
     cohort = load(data, **request)

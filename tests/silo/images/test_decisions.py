@@ -16,6 +16,7 @@ from ddm.images.record import PictureRecord
 from silo.images.decisions import LEFT_OUT, Decision, Decisions
 from tests.support.cohorts import scan_at
 from tests.support.dicom_files import tags_of, waves, write
+from tests.support.errors import has_subject
 
 CAPTURE = Flag.SECONDARY_CAPTURE.value
 TEXT = Flag.SUSPECTED_TEXT.value
@@ -124,5 +125,5 @@ def test_what_was_recorded_survives_a_kill_and_pairs_stay_whole(tmp_path: Path) 
 
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "decisions.sqlite").write_bytes(os.urandom(8192))
-    with pytest.raises(SetupError, match="damaged"), Decisions.opened(tmp_path):
+    with pytest.raises(SetupError, check=has_subject("decisions.sqlite")), Decisions.opened(tmp_path):
         pass

@@ -17,6 +17,7 @@ from silo.config import Policy
 from silo.plan.policy import broken_rules, check_plan
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
+from tests.support.errors import has_subject
 from tests.support.policies import ordinary_policy
 
 ALLOWED = ordinary_policy()
@@ -45,17 +46,17 @@ def test_policy_refuses_a_plan_that_asks_for_more() -> None:
     ]:
         with case(section=section, change=change, subject=subject):
             policy = ordinary_policy(Policy.model_validate({section: change}))
-            with pytest.raises(PolicyError, match=subject):
+            with pytest.raises(PolicyError, check=has_subject(subject)):
                 check_plan(plan(), policy, silo_id="north", now=now_utc())
 
 
 def test_policy_refuses_a_plan_that_does_not_name_this_silo() -> None:
-    with pytest.raises(PolicyError, match="silos"):
+    with pytest.raises(PolicyError, check=has_subject("silos")):
         check_plan(plan(), ALLOWED, silo_id="south", now=now_utc())
 
 
 def test_policy_refuses_a_plan_that_expired_before_acceptance() -> None:
-    with pytest.raises(PolicyError, match="expiry"):
+    with pytest.raises(PolicyError, check=has_subject("expiry")):
         check_plan(plan(), ALLOWED, silo_id="north", now=now_utc() + timedelta(days=400))
 
 
@@ -63,7 +64,7 @@ def test_policy_refuses_a_plan_without_the_audit_that_this_site_requires() -> No
     document = plan_document()
     document["audit"]["required"] = False
     lax = Plan.parse(to_bytes(document), subject="plan.json")
-    with pytest.raises(PolicyError, match="audit"):
+    with pytest.raises(PolicyError, check=has_subject("audit")):
         check_plan(lax, ALLOWED, silo_id="north", now=now_utc())
     relaxed = ordinary_policy(Policy.model_validate({"audit": {"required": False}}))
     assert not list(broken_rules(lax, relaxed, silo_id="north", now=now_utc()))
@@ -115,14 +116,14 @@ def test_every_example_asks_for_an_audit_that_the_default_policy_takes() -> None
 def test_plan_with_an_unknown_architecture_does_not_parse() -> None:
     document = plan_document()
     document["expert"]["architecture"]["kind"] = "gan"
-    with pytest.raises(DocumentError, match="architecture"):
+    with pytest.raises(DocumentError, check=has_subject("architecture")):
         Plan.parse(to_bytes(document), subject="plan.json")
 
 
 def test_plan_with_an_unknown_field_does_not_parse() -> None:
     document = plan_document()
     document["statistics"]["raw_images"] = True
-    with pytest.raises(DocumentError, match="field statistics: got Extra inputs"):
+    with pytest.raises(DocumentError, check=has_subject("plan.json, field statistics")):
         Plan.parse(to_bytes(document), subject="plan.json")
 
 

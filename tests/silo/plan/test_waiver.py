@@ -21,6 +21,7 @@ from silo.worker.approval import approve
 from tests.support.case import case
 from tests.support.commands import run_command
 from tests.support.documents import to_bytes
+from tests.support.errors import has_subject
 from tests.support.federation import POLICY, TinyFederation, waive, write_policy
 from tests.support.parsers import submission_document
 
@@ -52,17 +53,17 @@ def test_waiver_of_this_plan_and_time_lets_an_inconclusive_audit_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("signed", "match"),
+    ("signed", "subject"),
     [
-        (None, "a waiver for this plan"),
-        (waiver(plan_digest=OTHER), "plan_digest: expected a waiver for the plan in work"),
-        (waiver(expires_at=NOW), "expired 2026-11-01"),
+        (None, "leak audit"),
+        (waiver(plan_digest=OTHER), "audit.waiver.plan_digest"),
+        (waiver(expires_at=NOW), "audit.waiver.expires_at"),
     ],
 )
 def test_waiver_of_another_plan_or_an_expired_one_is_refused(
-    signed: Waiver | None, match: str
+    signed: Waiver | None, subject: str
 ) -> None:
-    with pytest.raises(AuditError, match=match):
+    with pytest.raises(AuditError, check=has_subject(subject)):
         gate(report(), AuditPolicy(waiver=signed), plan_digest=PLAN, now=NOW)
 
 
@@ -144,7 +145,7 @@ def test_policy_whose_waiver_cannot_be_replaced_stays_as_it_is(
     inline = f"[audit]\nwaiver = {table}\n"
     path.write_text(inline)
     assert site.policy().audit.waiver == waiver()
-    with pytest.raises(SetupError, match=r"audit\.waiver"):
+    with pytest.raises(SetupError, check=has_subject("policy.toml")):
         write_waiver(site, waiver(plan_digest=OTHER))
     assert path.read_text() == inline
     assert not list(site.path.glob(".policy*"))
@@ -154,7 +155,7 @@ def test_until_is_a_day_or_a_time_with_its_zone() -> None:
     assert parse_end("2027-03-31") == datetime(2027, 3, 31, 23, 59, 59, tzinfo=UTC)
     assert parse_end("2027-03-31T12:00:00Z") == datetime(2027, 3, 31, 12, tzinfo=UTC)
     for text in ("2027-03-31T12:00:00", "tomorrow", "31.3.2027", ""):
-        with pytest.raises(SetupError, match="--until"):
+        with pytest.raises(SetupError, check=has_subject("--until")):
             parse_end(text)
 
 
@@ -166,7 +167,7 @@ def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(
     say = ("silo", "waive", site.path, "--role", "head of data", "--reason", "made up", "--until")
     assert "state waiting" in run_command(*say, "2099-01-01").err
     write_policy(site, {"approval": {"kind": "policy"}})
-    with pytest.raises(AuditError, match="a waiver for this plan"):
+    with pytest.raises(AuditError, check=has_subject("leak audit")):
         tiny.work(SILO)
     assert site.ledger_path.read_bytes() == b""
     assert run_command(*say, "2020-01-01").code == 3
@@ -195,7 +196,7 @@ def test_waiver_that_ends_while_the_draft_waits_must_be_given_again(
         draft["created_at"] = "2020-01-01T00:00:00Z"
         path.write_bytes(Submission.model_validate_json(json.dumps(draft)).encode())
     write_waiver(site, later)
-    with pytest.raises(AuditError, match="expired"):
+    with pytest.raises(AuditError, check=has_subject("audit.waiver.expires_at")):
         tiny.work(SILO)
     assert not list(site.outbox.glob("*/1"))
     waive(site, plan_digest)
@@ -218,7 +219,7 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     digest = str(tiny.work(SILO, until="awaiting_approval").submission_digest)
     with pytest.raises(AssertionError, match="stands still"):
         tiny.work(SILO)
-    with pytest.raises(ApprovalError, match="the leak audit failed"):
+    with pytest.raises(ApprovalError, check=has_subject("approval")):
         approve(site, digest)
     assert run_command("silo", "approve", site.path, "--digest", digest, "--role", "head").code == 3
     result = run_command("silo", "approve", site.path, "--digest", digest, "--despite-fail", "--role", WHO.role,

@@ -11,6 +11,7 @@ from silo.config import Site
 from silo.privacy.holder import open_ledger
 from silo.setup import set_anchor
 from silo.worker.state import load_state, save_state, state_path
+from tests.support.errors import has_subject
 from tests.support.federation import PlannedFederation, TinyFederation
 
 SILO = "north"
@@ -66,7 +67,7 @@ def test_ledger_put_back_alone_is_refused_because_its_draws_have_no_debit(
     before = draws(site)
     rewind(site, plan_id)
     put_back(site, kept)
-    with pytest.raises(LedgerError, match="draw without a debit"):
+    with pytest.raises(LedgerError, check=has_subject("draws")):
         tiny.work(SILO, until="released")
     assert draws(site) == before
 
@@ -82,7 +83,7 @@ def test_ledger_put_back_with_its_draws_is_refused_because_of_the_statistics_tha
         load_state(state_path(site.private)).model_copy(update={"state": "audited"}),
     )
     put_back(site, kept)
-    with pytest.raises(LedgerError, match="the ledger is older"):
+    with pytest.raises(LedgerError, check=has_subject("draw of counts")):
         tiny.work(SILO, until="released")
     assert not draws(site)
 
@@ -161,7 +162,7 @@ def test_anchor_that_is_gone_or_damaged_stops_the_site(assigned, tmp_path: Path)
         lambda: shutil.rmtree(anchor.parent),
     ):
         spoil()
-        with pytest.raises(LedgerError, match="ledger anchor"):
+        with pytest.raises(LedgerError, check=has_subject("ledger anchor")):
             tiny.work(SILO, until="released")
     assert not draws(site)
 

@@ -22,6 +22,7 @@ from ddm.protocol.statistics import Budget
 from ddm.protocol.submission import LedgerHead
 from silo.privacy.ledger import Debit, Entry, Ledger, make_ledger
 from tests.support.bounded import slowness
+from tests.support.errors import has_subject
 from tests.support.fork_server import CONTEXT
 
 PLAN = "digits-0000abcd"
@@ -288,7 +289,7 @@ def test_removed_ledger_is_refused(ledger: Ledger) -> None:
 
 def test_removed_head_is_refused(ledger: Ledger) -> None:
     ledger.path.with_suffix(".head").unlink()
-    with pytest.raises(LedgerError, match="head"):
+    with pytest.raises(LedgerError, check=has_subject("head")):
         ledger.verify()
 
 
@@ -306,7 +307,7 @@ def test_replaced_head_is_refused(ledger: Ledger, tmp_path: Path) -> None:
     for plan in range(4):
         spend(other, f"other {plan}")
     ledger.path.with_suffix(".head").write_bytes(other.path.with_suffix(".head").read_bytes())
-    with pytest.raises(LedgerError, match="head"):
+    with pytest.raises(LedgerError, check=has_subject("head")):
         ledger.verify()
 
 
@@ -358,14 +359,14 @@ def test_ledger_by_patient_refuses_releases_by_image_and_one_by_image_counts_bot
     open_ledger(tmp_path, unit="patient").verify()  # so far only patients' releases
     spend(ledger, "plan 2", unit="image")
     assert ledger.spent()[0] == 2.0
-    with pytest.raises(LedgerError, match="nothing about a patient") as caught:
+    with pytest.raises(LedgerError, check=has_subject("ledger record 2")) as caught:
         open_ledger(tmp_path, unit="patient").verify()
     assert "privacy.unit back to image" in caught.value.remedy
 
 
 def test_plan_by_image_is_never_debited_to_a_ledger_by_patient(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, unit="patient")
-    with pytest.raises(LedgerError, match="nothing about a patient"):
+    with pytest.raises(LedgerError, check=has_subject("plan")):
         spend(ledger, unit="image")
     assert ledger.path.read_bytes() == b""
     assert spend(ledger, unit="patient").record.unit == "patient"
