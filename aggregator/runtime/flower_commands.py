@@ -20,7 +20,6 @@ from ddm.errors import TransportError
 from ddm.io.files import write_atomic
 from ddm.system.processes import program
 
-_TIMEOUT_S = 60.0
 _MAX_OUTPUT_BYTES = 1 << 20
 # Each takes a second of processor time and 100 MiB; there may be hundreds of silos.
 _MAX_AT_ONCE = 4
@@ -37,12 +36,20 @@ class FlowerCommands:
         environment: of the commands.
         address: the SuperLink's, host:port.
         ca_path: the authority that signed its certificate.
+        timeout_s: how long commands that run side by side may take, seconds.
     """
 
     def __init__(
-        self, flower: Path, environment: Mapping[str, str], *, address: str, ca_path: Path
+        self,
+        flower: Path,
+        environment: Mapping[str, str],
+        *,
+        address: str,
+        ca_path: Path,
+        timeout_s: float = 60.0,
     ) -> None:
         self._flower = flower
+        self._timeout_s = timeout_s
         self._environment = dict(environment)
         connection = {"address": address, "root-certificates": str(ca_path)}
         config = {"superlink": {"default": _CONNECTION, _CONNECTION: connection}}
@@ -119,7 +126,7 @@ class FlowerCommands:
             TransportError: one does not start, does not end in time, or writes too much.
         """
         started: list[subprocess.Popen[bytes]] = []
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         try:
             for arguments in commands:
                 started.append(self._start(*arguments))
@@ -150,7 +157,7 @@ class FlowerCommands:
                         f"{len(output)} bytes",
                     )
         raise self._failure(
-            "flwr", f"an answer within {_TIMEOUT_S:.0f} s", "a command still at work"
+            "flwr", f"an answer within {self._timeout_s:.0f} s", "a command still at work"
         )
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":

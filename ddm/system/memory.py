@@ -10,8 +10,8 @@ from ddm.errors import MemoryLimitError
 
 # What is left serves the interpreter, the system's file cache and other programs.
 SHARE = 0.75
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,16 @@ def memory_limit(asked: int | None = None) -> MemoryLimit:
     return MemoryLimit(int(SHARE * available_bytes()), f"{SHARE:.0%} of what is available here")
 
 
-def available_bytes() -> int:
-    """Return the bytes that this process can still take: the least of machine, cgroups and its own address space."""
+def available_bytes(own_cgroup: Path = OWN_CGROUP, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes that this process can still take: the least of machine, cgroups and its own address space.
+
+    Args:
+        own_cgroup: the file in which the kernel names this process's cgroup.
+        cgroups: the folder of all cgroups.
+    """
     # A container sees all of the machine's memory in /proc, and is killed at the limit of its cgroup.
-    return max(0, min((_machine_bytes(), *_cgroup_bytes(), *_address_space_bytes())))
+    of_cgroups = _cgroup_bytes(own_cgroup, cgroups)
+    return max(0, min((_machine_bytes(), *of_cgroups, *_address_space_bytes())))
 
 
 def machine_bytes() -> int:
@@ -82,18 +88,18 @@ def _machine_bytes() -> int:
     return machine_bytes()
 
 
-def _cgroup_bytes() -> Iterator[int]:
+def _cgroup_bytes(own_cgroup: Path, cgroups: Path) -> Iterator[int]:
     """Yield what is left of the limit of this process's cgroup, version 2, and of each above it."""
     try:
         own = next(
-            line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
+            line[3:] for line in own_cgroup.read_text().splitlines() if line.startswith("0::")
         )
     except (OSError, StopIteration):
         return
     # A limit of any group above counts too.
-    folder = _CGROUPS / own.lstrip("/")
+    folder = cgroups / own.lstrip("/")
     for group in (folder, *folder.parents):
-        if not group.is_relative_to(_CGROUPS):
+        if not group.is_relative_to(cgroups):
             return
         try:
             limit = (group / "memory.max").read_text().strip()

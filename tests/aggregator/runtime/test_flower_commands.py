@@ -16,20 +16,24 @@ from ddm.errors import TransportError
 from tests.support.errors import has_subject
 from tests.support.waiting import LIMIT_S
 
-Made = Callable[[str], FlowerCommands]
+MakeCommands = Callable[..., FlowerCommands]
 
 
 @pytest.fixture
-def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeCommands:
     """Make a command of one's own, as a shell script, to stand in the place of Flower's."""
     path = tmp_path / "flwr"
     monkeypatch.setattr(flower_commands, "program", lambda name: path)
 
-    def make(script: str) -> FlowerCommands:
+    def make(script: str, **settings: float) -> FlowerCommands:
         path.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{script}\n")
         path.chmod(0o755)
         return FlowerCommands(
-            tmp_path / "flower", dict(os.environ), address="127.0.0.1:1", ca_path=tmp_path / "ca"
+            tmp_path / "flower",
+            dict(os.environ),
+            address="127.0.0.1:1",
+            ca_path=tmp_path / "ca",
+            **settings,
         )
 
     return make
@@ -50,7 +54,7 @@ def alive(tmp_path: Path) -> list[str]:
     return running
 
 
-def test_answer_of_the_command_is_read_whatever_else_it_says(flwr: Made) -> None:
+def test_answer_of_the_command_is_read_whatever_else_it_says(flwr: MakeCommands) -> None:
     assert flwr('echo a warning; printf "\\377\\n"; echo \'{"run-id": 17}\'').submit("plan") == "17"
     assert flwr('echo \'{"runs": [{"status": "running"}]}\'').run_status("17") == "running"
 
@@ -79,11 +83,12 @@ def test_answer_of_the_command_is_read_whatever_else_it_says(flwr: Made) -> None
     ],
 )
 def test_fault_of_the_command_is_an_error_with_a_remedy_in_time_and_leaves_no_process(
-    flwr: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, got: str
+    flwr: MakeCommands, tmp_path: Path, script: str, got: str
 ) -> None:
+    settings = {}
     if got == "still at work":  # those that answer have all the time that a loaded machine takes
-        monkeypatch.setattr(flower_commands, "_TIMEOUT_S", 2.0)
-    commands = flwr(script)
+        settings["timeout_s"] = 2.0
+    commands = flwr(script, **settings)
     began = time.monotonic()
     with pytest.raises(TransportError) as failed:
         commands.submit("plan")
@@ -94,12 +99,14 @@ def test_fault_of_the_command_is_an_error_with_a_remedy_in_time_and_leaves_no_pr
     assert not alive(tmp_path)
 
 
-def test_status_of_a_run_is_text_whatever_the_command_answers(flwr: Made) -> None:
+def test_status_of_a_run_is_text_whatever_the_command_answers(flwr: MakeCommands) -> None:
     for said in ["[]", "[17]", "{}", "null", '{"runs": 17}', '{"runs": [17]}', '{"runs": []}']:
         assert flwr(f"echo '{said}'").run_status("17") == said, said
 
 
-def test_command_that_cannot_be_started_is_an_error_of_ours(flwr: Made, tmp_path: Path) -> None:
+def test_command_that_cannot_be_started_is_an_error_of_ours(
+    flwr: MakeCommands, tmp_path: Path
+) -> None:
     commands = flwr("true")
     (tmp_path / "flwr").chmod(0o644)
     with pytest.raises(TransportError, check=has_subject("flwr")):
@@ -107,7 +114,7 @@ def test_command_that_cannot_be_started_is_an_error_of_ours(flwr: Made, tmp_path
 
 
 def test_many_nodes_are_registered_a_few_at_a_time_and_none_twice(
-    flwr: Made, tmp_path: Path
+    flwr: MakeCommands, tmp_path: Path
 ) -> None:
     counting = f"mkdir {tmp_path}/at-work.$$; ls -d {tmp_path}/at-work.* | wc -l >> {tmp_path}/most; sleep 0.1"
     commands = flwr(f"{counting}; rmdir {tmp_path}/at-work.$$; echo '{{\"success\": true}}'")
@@ -125,7 +132,7 @@ def test_many_nodes_are_registered_a_few_at_a_time_and_none_twice(
 
 
 def test_node_that_is_not_taken_is_named_and_those_before_it_are_remembered(
-    flwr: Made, tmp_path: Path
+    flwr: MakeCommands, tmp_path: Path
 ) -> None:
     commands = flwr('case "$3" in *bad*) echo no;; *) echo \'{"success": true}\';; esac')
     nodes = {f"silo{number}": f"key{number}" for number in range(4)} | {"bad": "key"}

@@ -46,20 +46,20 @@ def group(folder: Path, limit: str, used: int, cached: int = 0) -> None:
 
 
 def test_cgroup_with_the_least_left_counts_without_the_files_that_it_has_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "own").write_text("0::/a/b\n")
-    monkeypatch.setattr(memory, "_OWN_CGROUP", tmp_path / "own")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "groups")
-    free = available_bytes()
-    group(tmp_path / "groups" / "a" / "b", "max", 10)
-    assert available_bytes() == pytest.approx(free, rel=0.5)
-    group(tmp_path / "groups" / "a", "5000000", 4_000_000, cached=200_000)
-    assert available_bytes() == 1_200_000
-    group(tmp_path / "groups" / "a" / "b", "1000000", 999_999)
-    assert available_bytes() == 1
-    group(tmp_path / "groups" / "a" / "b", "1000000", 2_000_000)
-    assert available_bytes() == 0
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    groups = tmp_path / "groups"
+    free = available_bytes(own, groups)
+    group(groups / "a" / "b", "max", 10)
+    assert available_bytes(own, groups) == pytest.approx(free, rel=0.5)
+    group(groups / "a", "5000000", 4_000_000, cached=200_000)
+    assert available_bytes(own, groups) == 1_200_000
+    group(groups / "a" / "b", "1000000", 999_999)
+    assert available_bytes(own, groups) == 1
+    group(groups / "a" / "b", "1000000", 2_000_000)
+    assert available_bytes(own, groups) == 0
 
 
 def test_bound_on_the_address_space_counts() -> None:
