@@ -52,19 +52,19 @@ def test_answer_is_refused_when_it_names_one_chunk_thousands_of_times(
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, TypeError, AttributeError, RecursionError])
 def test_answer_is_refused_when_flower_cannot_put_it_together(error: type[Exception]) -> None:
-    class Grid:
+    class UnreadableGrid:
         def pull_messages(self, message_ids: list[str]) -> list[object]:
             raise error("made up")
 
     with pytest.raises(TransportError):
-        FlowerCarrier(Grid(), 100).fetch("1")  # type: ignore[arg-type]
+        FlowerCarrier(UnreadableGrid(), 100).fetch("1")  # type: ignore[arg-type]
 
 
 def test_failure_of_flower_itself_is_not_taken_for_a_silos_answer() -> None:
-    class Grid:
+    class UnreachableGrid:
         def pull_messages(self, message_ids: list[str]) -> list[object]:
             raise ConnectionError("the SuperLink is gone")
 
     with pytest.raises(ConnectionError) as failure:
-        FlowerCarrier(Grid(), 100).fetch("1")  # type: ignore[arg-type]
+        FlowerCarrier(UnreachableGrid(), 100).fetch("1")  # type: ignore[arg-type]
     assert not isinstance(failure.value, ArchipelagoError)

@@ -39,7 +39,7 @@ LIMIT_S = 600.0
 PRIVATE_FILES = ("counts.safetensors", "sketch.safetensors")
 
 
-class Operators:
+class FederationOperators:
     """Runs commands as the operators of a federation would."""
 
     def __init__(self, folder: Path, output: pytest.CaptureFixture[str]) -> None:
@@ -82,13 +82,13 @@ class Operators:
 
 
 @pytest.fixture
-def operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Operators]:
-    operators = Operators(tmp_path, capsys)
+def operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[FederationOperators]:
+    operators = FederationOperators(tmp_path, capsys)
     yield operators
     terminate_all(operators.background.values())
 
 
-def set_up(operators: Operators) -> None:
+def set_up(operators: FederationOperators) -> None:
     folder = operators.folder
     (folder / "pass").write_text("correct horse\n")
     address = f"127.0.0.1:{free_port()}"
@@ -116,7 +116,7 @@ def site_of(folder: Path, silo: str):  # type: ignore[no-untyped-def]
     return Site(folder / silo)
 
 
-def sign_plan(operators: Operators) -> None:
+def sign_plan(operators: FederationOperators) -> None:
     folder = operators.folder
     tables = recipe().model_dump(mode="json", exclude_none=True)
     tables["expert"]["architecture"] |= {"hidden": 64, "heads": 4}
@@ -129,11 +129,13 @@ def sign_plan(operators: Operators) -> None:
         waive(site_of(folder, silo), Federation(folder / "fed").current_plan()[1])
 
 
-def status(operators: Operators, silo: str) -> dict[str, str]:
+def status(operators: FederationOperators, silo: str) -> dict[str, str]:
     return json.loads(operators.call("silo", "status", operators.folder / silo, "--json"))
 
 
-def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operators) -> None:
+def test_two_silos_and_an_aggregator_make_a_verified_release(
+    operators: FederationOperators,
+) -> None:
     folder = operators.folder
     set_up(operators)
     sign_plan(operators)

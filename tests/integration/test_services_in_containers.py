@@ -30,19 +30,19 @@ pytestmark = [
 
 @pytest.fixture
 def podman() -> Iterator[Podman]:
-    with podman_user(f"pod{os.getpid()}") as found:
-        if found.call("info", check=False).returncode:
+    with podman_user(f"pod{os.getpid()}") as podman:
+        if podman.call("info", check=False).returncode:
             pytest.skip("rootless podman does not work here")
-        yield found
+        yield podman
 
 
 @pytest.fixture
 def operators(open_folder: Path) -> Iterator[Operators]:
     folder = open_folder / "Klinik Süd"
     folder.mkdir(mode=0o755)
-    found = Operators(folder)
-    yield found
-    terminate_all(found.running.values())
+    operators = Operators(folder)
+    yield operators
+    terminate_all(operators.running.values())
 
 
 def build_image(podman: Podman, units: Path, wheelhouse: Path, scratch: Path) -> None:
@@ -54,9 +54,9 @@ def build_image(podman: Podman, units: Path, wheelhouse: Path, scratch: Path) ->
         path.chmod(0o755 if path.is_dir() else 0o644)
     base = podman.with_digest(podman.base_image(scratch / "debian"))
     (line,) = (
-        each
-        for each in (units / "Containerfile").read_text().splitlines()
-        if "podman build --build-arg BASE=IMAGE@DIGEST" in each
+        line
+        for line in (units / "Containerfile").read_text().splitlines()
+        if "podman build --build-arg BASE=IMAGE@DIGEST" in line
     )
     tag = line.split("--tag ")[1].split()[0]
     podman.call("build", "--quiet", f"--build-arg=BASE={base}", "--tag", tag, context)
@@ -149,10 +149,10 @@ def look_into_both_halves(operators: Operators, podman: Podman, site: Path) -> N
     ]
     address = json.loads((operators.fed / "invitation.json").read_text())["address"]
     wanted = {
-        "read": [str(each) for each in (*private, site.with_name("south"), operators.fed)],
+        "read": [str(path) for path in (*private, site.with_name("south"), operators.fed)],
         "write": [
-            str(each)
-            for each in (*private, site, site / "outbox", site / "silo.toml", "/opt/archipelago")
+            str(path)
+            for path in (*private, site, site / "outbox", site / "silo.toml", "/opt/archipelago")
         ],
         "connect": [address],
         "find": names,
@@ -160,7 +160,7 @@ def look_into_both_halves(operators: Operators, podman: Podman, site: Path) -> N
     got = break_in(podman, "north", "courier", wanted)
     assert got == {"read": [], "write": [], "connect": [address], "processes": [], "find": []}
     mine = [
-        str(each) for each in (site / "courier" / "node.key", site / "silo.toml", site / "outbox")
+        str(path) for path in (site / "courier" / "node.key", site / "silo.toml", site / "outbox")
     ]
     got = break_in(
         podman,
@@ -170,8 +170,8 @@ def look_into_both_halves(operators: Operators, podman: Podman, site: Path) -> N
     )
     assert (got["read"], got["write"]) == (mine, [str(site / "inbox")]) and mine[0] in got["find"]
     got = break_in(podman, "north", "worker", {
-        "read": [str(each) for each in (data, secret, site / "private", site / "courier")],
-        "write": [str(each) for each in (data, secret, site / "inbox", site / "silo.toml")],
+        "read": [str(path) for path in (data, secret, site / "private", site / "courier")],
+        "write": [str(path) for path in (data, secret, site / "inbox", site / "silo.toml")],
         "connect": [address, "1.1.1.1:443", "10.0.2.3:53"], "find": ["node.key"]})  # fmt: skip
     assert got["read"] == [str(data), str(secret), str(site / "private")]
     assert (got["write"], got["connect"], got["find"]) == ([], [], [])

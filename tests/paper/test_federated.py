@@ -102,12 +102,12 @@ def test_fault_of_the_server_is_told_to_the_runner(tmp_path: Path) -> None:
 
     from examples.paper.federated import server
 
-    class Grid:
+    class RoutelessGrid:
         def get_node_ids(self) -> list[int]:
             raise OSError("no route")
 
     (tmp_path / TERMS_FILE).write_text(TERMS.model_dump_json())
-    server.main(Grid(), SimpleNamespace(run_config={"folder": str(tmp_path)}))
+    server.main(RoutelessGrid(), SimpleNamespace(run_config={"folder": str(tmp_path)}))
     assert (tmp_path / FAILED).read_text() == "OSError: no route" and not (tmp_path / DONE).exists()
 
 

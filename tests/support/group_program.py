@@ -75,14 +75,16 @@ def main(folder: Path) -> None:
         try:
             # Only the first process is told, and all of them stop.
             ema = run(
-                lambda run=run, stop=options["stop"]: bool(run.told) and run.told[-1].step == stop
+                lambda run=run, stop=options["stop"]: (
+                    bool(run.reports) and run.reports[-1].step == stop
+                )
             ).ema
         except KeyboardInterrupt:
             continue
         if ema:
             save_file(ema, folder / f"{name}.safetensors")
             (folder / f"{name}.json").write_text(
-                json.dumps([(progress.step, progress.loss) for progress in run.told])
+                json.dumps([(progress.step, progress.loss) for progress in run.reports])
             )
     torch.distributed.destroy_process_group()
 

@@ -284,7 +284,9 @@ def test_histograms_cost_no_less_than_their_moved_counts_and_hardly_more(
 ) -> None:
     for delta in (1e-6, 1e-5, 1e-3):
         exact = moved_pair_epsilon(epsilons, delta)
-        total = total_epsilon([DiscreteLaplaceMechanism(epsilon=each) for each in epsilons], delta)
+        total = total_epsilon(
+            [DiscreteLaplaceMechanism(epsilon=epsilon) for epsilon in epsilons], delta
+        )
         assert exact * (1 - 1e-12) <= total <= exact * 1.001 + 2e-3
 
 

@@ -46,7 +46,7 @@ class Finished(NamedTuple):
     """What a run came to."""
 
     ema: dict[str, Tensor]
-    told: list[Progress]
+    reports: list[Progress]
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -58,7 +58,7 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One process."""
     run = Run(tmp_path_factory.mktemp("alone"))
-    return Finished(run().ema, run.told)
+    return Finished(run().ema, run.reports)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,9 @@ def test_two_processes_train_the_expert_and_the_loss_curve_of_one(
     weights = load_file(two / f"{name}.safetensors")
     assert apart(weights, alone.ema) < TOLERANCE
     assert apart(load_file(two / "other_seed.safetensors"), alone.ema) > 100 * TOLERANCE
-    told = [(told.step, told.loss) for told in alone.told]
+    reports = [(report.step, report.loss) for report in alone.reports]
     curve = [tuple(pair) for pair in json.loads((two / f"{name}.json").read_text())]
-    expected = told[1:] if name == "continued" else told
+    expected = reports[1:] if name == "continued" else reports
     assert [step for step, _ in curve] == [step for step, _ in expected]
     assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in expected], rel=1e-5)
 
@@ -141,8 +141,8 @@ def test_batch_in_parts_trains_the_same_expert_even_when_the_parts_differ_in_siz
 ) -> None:
     run = Run(tmp_path, engine=Engine(device="cpu", accumulate=parts))
     assert apart(run().ema, alone.ema) < TOLERANCE
-    assert [told.loss for told in run.told] == pytest.approx(
-        [told.loss for told in alone.told], rel=1e-5
+    assert [report.loss for report in run.reports] == pytest.approx(
+        [report.loss for report in alone.reports], rel=1e-5
     )
 
 

@@ -57,7 +57,7 @@ class Run:
     recipe: Training = field(default_factory=settings)
     data: Tensor = field(default_factory=images)
     model: nn.Module = field(default_factory=lambda: build_expert(SMALL, SHAPE, seed=3))
-    told: list[Progress] = field(default_factory=list)
+    reports: list[Progress] = field(default_factory=list)
     engine: Engine = Engine(device="cpu")
     labels: Tensor | None = None
 
@@ -69,7 +69,7 @@ class Run:
             TrainingObjective(),
             TrainingRun(
                 self.folder,
-                on_progress=self.told.append,
+                on_progress=self.reports.append,
                 should_stop=should_stop,
                 engine=self.engine,
             ),
@@ -109,7 +109,7 @@ def kill_in_mid_training(folder: Path, after_step: int) -> None:
 
     def train_until_killed() -> None:
         torch.set_num_threads(THREADS)
-        Run(folder, settings(**LONG), told=_ReportedProgress(writer))()
+        Run(folder, settings(**LONG), reports=_ReportedProgress(writer))()
 
     pid = fork_process(train_until_killed)
     os.close(writer)
@@ -129,7 +129,7 @@ def test_resumed_weights_are_byte_identical_when_the_process_was_killed_twice_in
     kill_in_mid_training(tmp_path / "killed", after_step=60)
     run = Run(tmp_path / "killed", settings(**LONG))
     resumed = run()
-    assert 50 < run.told[0].step <= 120
+    assert 50 < run.reports[0].step <= 120
     assert same_bytes(resumed.ema, whole.ema)
     assert resumed.loss == whole.loss
     assert resumed.steps == whole.steps == 120
@@ -150,14 +150,14 @@ def test_stopped_run_raises_and_resumes_to_the_same_bytes(tmp_path: Path) -> Non
             Run(tmp_path / "stopped")(stop_at(step))
     run = Run(tmp_path / "stopped")
     assert same_bytes(run().ema, whole.ema)
-    assert [progress.step for progress in run.told] == [30]
+    assert [progress.step for progress in run.reports] == [30]
 
 
 def test_finished_run_is_returned_without_another_step(tmp_path: Path) -> None:
     first = Run(tmp_path)()
     again = Run(tmp_path)
     assert same_bytes(again().ema, first.ema)
-    assert again.told == []
+    assert again.reports == []
 
 
 OTHER = {"schedule": "cosine", "warmup_steps": 4, "betas": (0.8, 0.95), "max_gradient_norm": 0.1}
@@ -407,14 +407,14 @@ def test_step_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_to_chan
 def test_progress_and_result_tell_steps_loss_rate_time_and_operations(tmp_path: Path) -> None:
     run = Run(tmp_path)
     trained = run()
-    assert [(progress.step, progress.num_steps) for progress in run.told] == [
+    assert [(progress.step, progress.num_steps) for progress in run.reports] == [
         (10, 30),
         (20, 30),
         (30, 30),
     ]
-    assert run.told[-1].loss == trained.loss
-    assert run.told[0].seconds < run.told[1].seconds < trained.seconds + 1e-9
-    assert run.told[-1].steps_per_second == pytest.approx(30 / run.told[-1].seconds, rel=0.5)
+    assert run.reports[-1].loss == trained.loss
+    assert run.reports[0].seconds < run.reports[1].seconds < trained.seconds + 1e-9
+    assert run.reports[-1].steps_per_second == pytest.approx(30 / run.reports[-1].seconds, rel=0.5)
     assert trained.flops == training_flops(SMALL, SHAPE, 30 * 8)
 
 

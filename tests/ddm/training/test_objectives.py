@@ -218,10 +218,10 @@ def test_masked_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     recipe = settings(mask_ratio=0.5, unmasked_share=0.2)
     whole = Run(tmp_path / "whole", recipe)()
     for _ in range(2):
-        asked: list[int] = []
+        questions: list[int] = []
         with pytest.raises(KeyboardInterrupt):
             Run(tmp_path / "stopped", recipe)(
-                lambda asked=asked: len(asked) == 13 or bool(asked.append(1))
+                lambda questions=questions: len(questions) == 13 or bool(questions.append(1))
             )
     assert same_bytes(Run(tmp_path / "stopped", recipe)().ema, whole.ema)
 

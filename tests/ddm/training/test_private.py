@@ -75,9 +75,9 @@ def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> 
 
 
 def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object) -> PrivateTraining:
-    found = DpSgd.model_validate(TERMS | terms)
-    rate = found.rate(int(unit_N.max()) + 1)
-    return PrivateTraining(found, PAID.model_copy(update={"rate": rate}), unit_N, secret)
+    noise_terms = DpSgd.model_validate(TERMS | terms)
+    rate = noise_terms.rate(int(unit_N.max()) + 1)
+    return PrivateTraining(noise_terms, PAID.model_copy(update={"rate": rate}), unit_N, secret)
 
 
 def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
@@ -185,7 +185,7 @@ def test_training_that_was_killed_ends_in_the_same_bytes_with_no_second_draw(
     reader, writer = os.pipe()
 
     def train_until_killed() -> None:
-        def wait(told: object) -> None:
+        def wait(progress: object) -> None:
             if killed.progress[-1].step == 20:
                 os.write(writer, b"now")
                 signal.pause()
@@ -239,7 +239,7 @@ def test_what_a_unit_goes_through_depends_on_no_other_unit() -> None:
         )
         source = private(unit_N=unit_N, units_per_step=14)
         drawn.append(PrivateSteps(state, source, Examples(images), TrainingObjective()).draw(3))
-    assert [len(each) for each in drawn] == [14, 14]
+    assert [len(batch) for batch in drawn] == [14, 14]
     for one, other in zip(drawn[0][1:], drawn[1][1:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.fields, other.fields, strict=True))
 
@@ -281,10 +281,10 @@ class Patients:
         source = private(unit_N=unit_N)
         sums = []
 
-        def seen(*given: object) -> dict[str, Tensor]:
-            found = clipped(*given)  # type: ignore[arg-type]
-            sums.append(torch.cat([each.double().flatten() for each in found.values()]))
-            return found
+        def seen(*arguments: object) -> dict[str, Tensor]:
+            gradient = clipped(*arguments)  # type: ignore[arg-type]
+            sums.append(torch.cat([part.double().flatten() for part in gradient.values()]))
+            return gradient
 
         self.monkeypatch.setattr("ddm.training.private.clipped", seen)
         self.monkeypatch.setattr(PrivateTraining, "sampled", lambda *_: np.array(entering))
@@ -313,10 +313,10 @@ def test_replaced_added_or_removed_unit_moves_the_sum_of_the_others_by_nothing_a
             "other": -3 * first,
             "lost": torch.nan * longer,
         }.items():
-            told = {f"unit{own}": changed}
+            changes = {f"unit{own}": changed}
             with case(own, name):
                 assert torch.equal(
-                    patients.total(everyone, **told) - patients.total([own], **told), others
+                    patients.total(everyone, **changes) - patients.total([own], **changes), others
                 )
 
 

@@ -125,5 +125,8 @@ def test_what_was_recorded_survives_a_kill_and_pairs_stay_whole(tmp_path: Path) 
 
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "decisions.sqlite").write_bytes(os.urandom(8192))
-    with pytest.raises(SetupError, check=has_subject("decisions.sqlite")), Decisions.opened(tmp_path):
+    with (
+        pytest.raises(SetupError, check=has_subject("decisions.sqlite")),
+        Decisions.opened(tmp_path),
+    ):
         pass
