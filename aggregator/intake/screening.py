@@ -341,11 +341,9 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
     Returns:
         Faults by silo; empty with fewer than `NUM_FEWEST` experts.
     """
-    experts = [
-        (silo_id, figures)
-        for silo_id, figures_of_silo in by_silo.items()
-        for figures in figures_of_silo
-    ]
+    experts = []
+    for silo_id, figures_of_silo in by_silo.items():
+        experts += [(silo_id, figures) for figures in figures_of_silo]
     num_experts = len(experts)
     # Of two experts that differ, nobody can tell which one stands apart.
     if num_experts < MIN_EXPERTS:
@@ -353,21 +351,25 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
     log_EZ = np.log(np.stack([figures.loss_Z for _, figures in experts]))
     # Median and median deviation, which a minority of bad experts cannot move.
     median_Z = np.median(log_EZ, axis=0)
-    spread_Z = np.maximum(_MAD_TO_STD * np.median(np.abs(log_EZ - median_Z), axis=0), MIN_SPREAD_Z)
-    deviations_EZ = (log_EZ - median_Z) / spread_Z
-    ratio_EZ = np.exp(log_EZ - median_Z)
+    distance_EZ = log_EZ - median_Z
+    median_deviation_Z = np.median(np.abs(distance_EZ), axis=0)
+    spread_Z = np.maximum(_MAD_TO_STD * median_deviation_Z, MIN_SPREAD_Z)
+    deviations_EZ = distance_EZ / spread_Z
+    ratio_EZ = np.exp(distance_EZ)
 
     faults: dict[str, list[Fault]] = {}
     for number, (silo_id, figures) in enumerate(experts):
         for band_number, band in enumerate(BANDS):
             deviations = deviations_EZ[number, band_number]
-            if deviations > MAX_DEVIATIONS:
-                words = (
-                    f": {_at(band)} its loss is {ratio_EZ[number, band_number]:.3g} times the median of {num_experts} "
-                    f"experts, {deviations:.1f} deviations"
-                )
-                fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=words)
-                faults.setdefault(silo_id, []).append(fault)
+            if deviations <= MAX_DEVIATIONS:
+                continue
+            ratio = ratio_EZ[number, band_number]
+            words = (
+                f": {_at(band)} its loss is {ratio:.3g} times the median of {num_experts} experts, "
+                f"{deviations:.1f} deviations"
+            )
+            fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=words)
+            faults.setdefault(silo_id, []).append(fault)
     return faults
 
 
@@ -375,16 +377,18 @@ def _predict_the_same(first: ExpertFigures, second: ExpertFigures) -> bool:
     """Whether two experts have the same loss on every image, or nearly the same answers."""
     first_ZN = np.asarray(first.losses)
     second_ZN = np.asarray(second.losses)
+    difference_ZN = np.abs(first_ZN - second_ZN)
     max_difference_ZN = MAX_DIFFERENCE_OF_COPIES * np.minimum(first_ZN, second_ZN)
     # Other noise in the weights changes the bytes of a copy and hardly its losses; two trainings differ in some of
     # them.
-    if bool((np.abs(first_ZN - second_ZN) <= max_difference_ZN).all()):
+    if bool((difference_ZN <= max_difference_ZN).all()):
         return True
     first_A = np.asarray(first.answers)
     second_A = np.asarray(second.answers)
-    error = min(float(np.square(first_A).mean()), float(np.square(second_A).mean()))
+    first_error = float(np.square(first_A).mean())
+    second_error = float(np.square(second_A).mean())
     difference = float(np.square(first_A - second_A).mean())
-    return difference < MAX_ANSWER_DIFFERENCE_OF_COPIES * error
+    return difference < MAX_ANSWER_DIFFERENCE_OF_COPIES * min(first_error, second_error)
 
 
 def _at(band: tuple[float, float]) -> str:

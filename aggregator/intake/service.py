@@ -53,7 +53,7 @@ from aggregator.membership.withdrawal import (
     withdraw_silo,
     withdrawn_silos,
 )
-from aggregator.transfer.delivery import clear_unsigned, count_unsigned
+from aggregator.transfer.receipts_folder import clear_unsigned, count_unsigned
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, RefusedError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import move_into_place, read_bounded, staging_folder, write_atomic

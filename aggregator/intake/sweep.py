@@ -131,32 +131,34 @@ class Sweep:
         for chosen in choose_conditions(condition, rng, max_conditions=size.max_conditions):
             # t = 1, and a secret time in each third.
             num_parts = ROWS_OF_CONDITION - 1
-            times += [1.0, *((np.arange(num_parts) + rng.random(num_parts)) / num_parts)]
+            secret_times = (np.arange(num_parts) + rng.random(num_parts)) / num_parts
+            times += [1.0, *secret_times]
             conditions += [chosen] * ROWS_OF_CONDITION
         t = torch.tensor(times, dtype=torch.float32)
         # A secret choice: an expert that is honest about known images alone is found out.
-        x_0 = images[torch.from_numpy(rng.integers(len(images), size=len(times)))]
-        eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
+        number_R = rng.integers(len(images), size=len(times))
+        x_0 = images[torch.from_numpy(number_R)]
+        noise = rng.standard_normal(tuple(x_0.shape), dtype=np.float32)
+        eps = torch.from_numpy(noise)
         target = target_of(path, prediction, x_0, eps, t)
         # The loss of another image in place of the one that was noised.
         another_R = _farthest_loss(images, x_0, t, path, prediction)
         silent_R = target.double().square().flatten(1).mean(1)
-        limit = torch.where(
-            t.double() >= NEAR_NOISE,
-            limits.near_noise * torch.maximum(silent_R, another_R),
-            limits.below * silent_R,
-        )
+        limit_near_noise_R = limits.near_noise * torch.maximum(silent_R, another_R)
+        limit_below_R = limits.below * silent_R
+        limit = torch.where(t.double() >= NEAR_NOISE, limit_near_noise_R, limit_below_R)
         return cls(x_t(path, x_0, eps, t), t, target, limit, conditions)
 
     def worst(self, answer: Answer) -> WorstRow:
         """Return the row on which an expert exceeds its limit the most."""
         times_R = self.multiples(answer)
         row = int(times_R.argmax())
+        num_over = int((times_R > 1).sum())
         return WorstRow(
-            t=float(f"{float(self.t[row]):.4g}"),
+            t=_rounded(self.t[row]),
             condition=self.conditions[row].words,
-            times=float(f"{float(times_R[row]):.4g}"),
-            num_over=int((times_R > 1).sum()),
+            times=_rounded(times_R[row]),
+            num_over=num_over,
             num_rows=len(times_R),
         )
 
@@ -165,8 +167,9 @@ class Sweep:
         answers = answer_by_condition(answer, self.x, self.t, self.conditions)
         error = (answers - self.target).double()
         loss_R = error.square().flatten(1).mean(1)
-        multiple_R = torch.nan_to_num(loss_R / self.limit, nan=_ENDLESS, posinf=_ENDLESS)
-        return multiple_R.clamp(max=_ENDLESS)
+        multiple_R = loss_R / self.limit
+        finite_R = torch.nan_to_num(multiple_R, nan=_ENDLESS, posinf=_ENDLESS)
+        return finite_R.clamp(max=_ENDLESS)
 
 
 def choose_times(rng: np.random.Generator, num_rows: int) -> list[float]:
@@ -178,23 +181,30 @@ def choose_times(rng: np.random.Generator, num_rows: int) -> list[float]:
     """
     ends = [1.0, 0.0]
     grid = uniform_times(DEFAULT_STEPS)[1:-1]
+    # The midpoint solver evaluates an expert between two steps as well.
     halves = [(2 * n + 1) / (2 * DEFAULT_STEPS) for n in range(DEFAULT_STEPS)]
-    other_grids = sorted(
-        {t for steps in OTHER_STEPS for t in uniform_times(steps)} - {*ends, *grid}
-    )
+    other_grids = sorted(_times_of_other_grids() - {*ends, *grid})
     secret = rng.random(MAX_SECRET_ROWS).tolist()
     # Half of the rows that the default grid leaves are at secret times, so that an expert cannot be honest at all those
     # that it knows and wild elsewhere.
-    num_secret = max(0, num_rows - len(grid) - 2) // 2 + 1
+    num_left = max(0, num_rows - len(grid) - len(ends))
+    num_secret = num_left // 2 + 1
     rest = cast("list[float]", rng.permutation([*halves, *other_grids]).tolist())
     times = [*ends, *grid, *secret[:num_secret], *rest, *secret[num_secret:]]
     return times[:num_rows]
 
 
+def _times_of_other_grids() -> set[float]:
+    times: set[float] = set()
+    for num_steps in OTHER_STEPS:
+        times.update(uniform_times(num_steps))
+    return times
+
+
 def num_rows_of_all_times() -> int:
     """Return the number of rows that hold every time and every secret time."""
     default_times = set(uniform_times(DEFAULT_STEPS))
-    other_times = {t for steps in OTHER_STEPS for t in uniform_times(steps)} - default_times
+    other_times = _times_of_other_grids() - default_times
     return 2 * DEFAULT_STEPS + 1 + len(other_times) + MAX_SECRET_ROWS
 
 
@@ -202,10 +212,19 @@ def _farthest_loss(
     images: Tensor, x_0: Tensor, t: Tensor, path: Path, prediction: Prediction
 ) -> Tensor:
     """Return the loss of answering with the public image that is farthest from the noised one, shape (R,), float64."""
-    farthest_R = torch.cdist(x_0.flatten(1).double(), images.flatten(1).double()).max(1).values
+    noised_RD = x_0.flatten(1).double()
+    public_ND = images.flatten(1).double()
+    farthest_R = torch.cdist(noised_RD, public_ND).max(1).values
     t_R = t.double()
     alpha_R = path.alpha(t_R)
     sigma_R = path.sigma(t_R).clamp(min=1e-9)
     # x_t fixes eps once x_0 is chosen, eps_hat = (x_t - alpha x_0_hat) / sigma, and both fix the prediction.
+    # By how much the prediction changes with x_0_hat: the prediction of x_0 = 1 and eps = -alpha / sigma.
     per_x_0_R = target_of(path, prediction, torch.ones_like(t_R), -alpha_R / sigma_R, t_R)
-    return farthest_R.square() / x_0[0].numel() * per_x_0_R.square()
+    num_values = x_0[0].numel()
+    return farthest_R.square() / num_values * per_x_0_R.square()
+
+
+def _rounded(value: Tensor) -> float:
+    """Return a figure with four significant digits, as documents hold it."""
+    return float(f"{float(value):.4g}")

@@ -99,17 +99,17 @@ class Trial:
         """
         # Without a condition, all experts of the plan can be compared on the same images.
         error = self.probe.error(lambda x_B, t_B: answer(x_B, t_B, None))
-        max_conditions = self._num_affordable(MIN_CLASSES, MAX_CLASSES, ROWS_OF_CONDITION)
+        size = SweepSize(
+            num_rows=self._num_affordable(MIN_ROWS, num_rows_of_all_times()),
+            max_conditions=self._num_affordable(MIN_CLASSES, MAX_CLASSES, ROWS_OF_CONDITION),
+        )
         sweep = Sweep.of(
             self.images,
             self._path,
             self.objective.prediction,
             self.condition,
             self._stream("single times", *submission),
-            SweepSize(
-                num_rows=self._num_affordable(MIN_ROWS, num_rows_of_all_times()),
-                max_conditions=max_conditions,
-            ),
+            size,
             LossLimits(near_noise=MAX_LOSS_RATIO, below=MAX_ROW_RATIO),
         )
         return TrialResults(
@@ -131,10 +131,15 @@ class Trial:
         groups = [[ExpertCondition()] * num_without]
         groups += [[condition] * DRAWN_BY_CONDITION for condition in conditions]
         # Other predictions are divided by almost 0 near t = 1, so that an honest expert would look broken there.
-        start = 1.0 if self.objective.prediction == "velocity" else EPS_START
+        start = EPS_START
+        if self.objective.prediction == "velocity":
+            start = 1.0
+        all_conditions: list[ExpertCondition] = []
+        for group in groups:
+            all_conditions += group
         images = drawn_images(
             self._as_velocity(answer),
-            [condition for group in groups for condition in group],
+            all_conditions,
             self.images.shape[1:],
             self.canonical,
             rng,
@@ -142,20 +147,29 @@ class Trial:
             start=start,
         )
         images_of_groups = torch.split(images, [len(group) for group in groups])
-        return tuple(
-            self.gallery.figures(group[0].words, images_of_group)
-            for group, images_of_group in zip(groups, images_of_groups, strict=True)
-        )
+        figures = []
+        for group, images_of_group in zip(groups, images_of_groups, strict=True):
+            words = group[0].words
+            figures.append(self.gallery.figures(words, images_of_group))
+        return tuple(figures)
 
     def _as_velocity(self, answer: Answer) -> Answer:
         """Return the expert's velocity on the ensemble's path, as samplers use it."""
 
         def expert(x_B: Tensor, t_B: Tensor, *c_B: Tensor) -> Tensor:
-            return answer(x_B, t_B, *c_B) if c_B else answer(x_B, t_B, None)
+            if c_B:
+                return answer(x_B, t_B, *c_B)
+            return answer(x_B, t_B, None)
 
         # Silos may train on different paths and predictions; readers evaluate every expert on the ensemble's path.
         velocity = on_path(expert, self.objective, self.canonical)
-        return lambda x_B, t_B, c_B: velocity(x_B, t_B) if c_B is None else velocity(x_B, t_B, c_B)
+
+        def velocity_answer(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
+            if c_B is None:
+                return velocity(x_B, t_B)
+            return velocity(x_B, t_B, c_B)
+
+        return velocity_answer
 
     def _chosen_errors(self, error: Tensor) -> tuple[float, ...]:
         """Return some of the errors, the same places for every expert, by which copies are found."""
@@ -166,7 +180,8 @@ class Trial:
         chosen = errors[torch.from_numpy(places)]
         # JSON has neither NaN nor infinity, and the mean square of these must stay finite.
         finite = torch.nan_to_num(chosen, nan=_LARGE, posinf=_LARGE, neginf=-_LARGE)
-        return tuple(float(f"{value:.5g}") for value in finite.clamp(-_LARGE, _LARGE).tolist())
+        bounded = finite.clamp(-_LARGE, _LARGE)
+        return tuple(float(f"{value:.5g}") for value in bounded.tolist())
 
     @property
     def _path(self) -> Path:

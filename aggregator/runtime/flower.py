@@ -24,7 +24,7 @@ from aggregator.runtime.proxy import (
     render_config,
     write_config,
 )
-from aggregator.transfer.delivery import is_plan_finished
+from aggregator.transfer.receipts_folder import is_plan_finished
 from aggregator.transfer.settings import RUN_SETTINGS_NAME, RunSettings
 from ddm.errors import BusyError, TransportError
 from ddm.io.files import require_file, write_atomic

@@ -13,7 +13,7 @@ from aggregator.intake.limits import bytes_to_come, submission_bytes
 from aggregator.membership.registry import active_cards, read_cards
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
-from aggregator.transfer.delivery import has_undelivered_receipts, is_plan_finished
+from aggregator.transfer.receipts_folder import has_undelivered_receipts, is_plan_finished
 from aggregator.transfer.settings import RunSettings
 from ddm.errors import DocumentError, SetupError
 from ddm.io.files import write_atomic

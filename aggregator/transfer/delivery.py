@@ -29,6 +29,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aggregator.transfer.receipts_folder import (
+    HELD,
+    HOLD_S,
+    earlier_plans,
+    is_silo_finished,
+    receipt_name,
+    undelivered_notices,
+    undelivered_receipts,
+    unsigned_for_s,
+)
 from ddm.errors import FormatError, MissingFileError, ReplayError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.leave import LEAVE_NAME
@@ -55,14 +65,8 @@ from ddm.transport.messages import (
 from ddm.transport.sequences import sequence_numbers
 from ddm.transport.shards import PartFolder, list_folder, read_spans, whole_spans
 
-_UNSIGNED = ".unsigned"
-_HELD = ".held"
 # What a silo replies to a receipt for a plan that it no longer knows.
 _UNKNOWN_PLAN = (MissingFileError.exit_code, ReplayError.exit_code)
-_MAX_COUNT_BYTES = 20
-# For how long a submission that cannot be fetched, or was not as signed, is left alone: twice as long each time.
-_HOLD_S = 60.0
-_MAX_HOLD_S = 3600.0
 _MAX_BUNDLE_BYTES = 2**40
 # A batch is read into memory when it is offered, so no more than can be in flight.
 _MAX_BATCHES = 4
@@ -168,7 +172,7 @@ class SiloDelivery:
         """Whether this silo needs nothing any more."""
         if not self._takes_part:
             return not self._earlier_receipts()
-        return _is_silo_finished(self._receipts)
+        return is_silo_finished(self._receipts)
 
     @property
     def is_pulling(self) -> bool:
@@ -225,10 +229,7 @@ class SiloDelivery:
                 self._lacking = self._check_missing(reply.missing)
             case StatusQuery(), StatusReport():
                 self._take_report(reply, answer.pieces())
-            # A silo may send less than was requested, but only its beginning.
-            case Pull(), Shards() if reply.spans and reply.spans == truncate_spans(
-                request.spans, len(answer.data)
-            ):
+            case Pull(), Shards() if _answers_pull(request, reply, len(answer.data)):
                 self._take_shards(request, reply.spans, answer.pieces())
             case ReceiptDelivery(), ReceiptStored():
                 self._mark_delivered(request)
@@ -250,7 +251,9 @@ class SiloDelivery:
 
     def _mark_delivered(self, delivery: ReceiptDelivery) -> None:
         folder = self._fed / "receipts" / delivery.plan_id / self.silo_id
-        write_atomic(folder / _receipt_name(delivery.sequence, delivery.held, ".delivered"), b"")
+        write_atomic(
+            folder / receipt_name(delivery.sequence, ".delivered", held=delivery.held), b""
+        )
 
     def _status_queries(self, in_flight: Sequence[Request]) -> list[Envelope[Request]]:
         """Query behind whatever is in flight: a SuperNode that finds no message sleeps for three seconds."""
@@ -285,7 +288,7 @@ class SiloDelivery:
 
     def _receipt_delivery(self, receipt: _PendingReceipt) -> Envelope[Request]:
         folder = self._fed / "receipts" / receipt.plan_id / self.silo_id
-        name = _receipt_name(receipt.sequence, receipt.held, ".json")
+        name = receipt_name(receipt.sequence, ".json", held=receipt.held)
         data = read_bounded(folder / name, MAX_RECEIPT_BYTES)
         delivery = ReceiptDelivery(
             plan_id=receipt.plan_id, sequence=receipt.sequence, held=receipt.held
@@ -297,32 +300,36 @@ class SiloDelivery:
         receipts = [
             _PendingReceipt(plan.name, sequence)
             for plan in earlier_plans(self._fed, self.plan_id)
-            for sequence in _undelivered(plan / self.silo_id)
+            for sequence in undelivered_receipts(plan / self.silo_id)
         ]
         return [receipt for receipt in receipts if receipt not in self._declined]
 
     def _own_receipts(self) -> list[_PendingReceipt]:
         """List the receipts and notices for this plan that did not reach this silo."""
         receipts = [
-            _PendingReceipt(self.plan_id, number) for number in _undelivered(self._receipts)
+            _PendingReceipt(self.plan_id, number) for number in undelivered_receipts(self._receipts)
         ]
         receipts += [
             _PendingReceipt(self.plan_id, number, held=True)
-            for number in _undelivered_notices(self._receipts)
+            for number in undelivered_notices(self._receipts)
         ]
         return receipts
 
     def _offers(self, in_flight: Sequence[Request], max_messages: int) -> list[Envelope[Request]]:
         """Offer what the silo lacks of the bundle and is not in flight."""
         offers = [request for request in in_flight if isinstance(request, Offer)]
-        sent = {span for offer in offers for span in offer.spans}
+        sent: set[Span] = set()
+        for offer in offers:
+            sent.update(offer.spans)
         max_bytes = min(self._limits.shard_bytes, _OFFER_BYTES)
-        spans = [span for span in _cut(self._lacking, max_bytes) if span not in sent]
-        batches = _batches(spans, max_bytes)
+        pieces = _cut(self._lacking, max_bytes)
+        unsent = [span for span in pieces if span not in sent]
+        batches = _batches(unsent, max_bytes)
         if not batches and not offers:
             # Nothing is left to send, yet the silo has not said that it is complete: let it say what it has.
             batches = [[]]
-        return [self._offer(batch) for batch in batches[: min(max_messages, _MAX_BATCHES)]]
+        num_batches = min(max_messages, _MAX_BATCHES)
+        return [self._offer(batch) for batch in batches[:num_batches]]
 
     def _offer(self, spans: Sequence[Span]) -> Envelope[Request]:
         offer = Offer(plan_id=self.plan_id, files=self._index, spans=tuple(spans))
@@ -332,22 +339,26 @@ class SiloDelivery:
         self, arrival: _Arrival, in_flight: Sequence[Request], max_bytes: int
     ) -> list[Envelope[Request]]:
         """Request what is missing of the submission and is not in flight."""
-        requested = [
-            span
-            for request in in_flight
-            if isinstance(request, Pull) and request.sequence == arrival.sequence
-            for span in request.spans
-        ]
+        sequence = arrival.sequence
+        requested: list[Span] = []
+        for request in in_flight:
+            if isinstance(request, Pull) and request.sequence == sequence:
+                requested += request.spans
         missing = arrival.part.missing(max_bytes, in_flight=requested)
-        return [
-            Envelope(Pull(plan_id=self.plan_id, sequence=arrival.sequence, spans=tuple(batch)))
-            for batch in _batches(missing, max_bytes)[:_MAX_BATCHES]
-        ]
+        pulls: list[Envelope[Request]] = []
+        for batch in _batches(missing, max_bytes)[:_MAX_BATCHES]:
+            pull = Pull(plan_id=self.plan_id, sequence=sequence, spans=tuple(batch))
+            pulls.append(Envelope(pull))
+        return pulls
 
     def _check_missing(self, missing: Sequence[Span]) -> list[Span]:
         """Refuse ranges that the bundle does not have, or that name a byte twice: each would be read and sent."""
         sizes = {entry.path: entry.num_bytes for entry in self._index}
-        if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
+        for span in missing:
+            end = span.offset + span.num_bytes
+            # A file that the bundle does not have is shorter than any range.
+            if end <= sizes.get(span.path, -1):
+                continue
             raise FormatError(
                 f"answer of silo {self.silo_id}",
                 expected="ranges of the bundle",
@@ -411,7 +422,7 @@ class SiloDelivery:
         next_sequence = self._last_received() + 1
         num_bytes = sum(entry.num_bytes for entry in report.files)
         max_bytes = self._limits.max_submission_bytes
-        ignored_for_s = _HOLD_S
+        ignored_for_s = HOLD_S
         if next_sequence > MAX_SUBMISSIONS:
             reason = "expected no further one"
         elif report.sequence != next_sequence:
@@ -419,7 +430,7 @@ class SiloDelivery:
         elif num_bytes > max_bytes:
             reason = f"expected at most {max_bytes} bytes, by the plan's limits, got {num_bytes}"
         else:
-            ignored_for_s = _unsigned_for_s(self._receipts, report.sequence)
+            ignored_for_s = unsigned_for_s(self._receipts, report.sequence)
             if ignored_for_s <= 0.0:
                 return None
             reason = "expected what the silo signed, got something else the last time"
@@ -451,11 +462,14 @@ class SiloDelivery:
         if received == 0 or (self._receipts / f"{received}.json").exists():
             return False
         # A person may take days, in which the silo may have something to say.
-        return not (self._receipts / f"{received}{_HELD}.json").exists()
+        return not (self._receipts / f"{received}{HELD}.json").exists()
 
 
-def _receipt_name(sequence: int, held: bool, suffix: str) -> str:
-    return f"{sequence}{_HELD}{suffix}" if held else f"{sequence}{suffix}"
+def _answers_pull(request: Pull, reply: Shards, num_bytes: int) -> bool:
+    """Whether shards are those that were requested: a silo may send less, but only the beginning."""
+    if not reply.spans:
+        return False
+    return reply.spans == truncate_spans(request.spans, num_bytes)
 
 
 def _cut(spans: Sequence[Span], max_bytes: int) -> list[Span]:
@@ -465,7 +479,8 @@ def _cut(spans: Sequence[Span], max_bytes: int) -> list[Span]:
         # An empty file has one empty range, without which the silo would never count it as received.
         for start in range(0, max(span.num_bytes, 1), max_bytes):
             num_bytes = min(max_bytes, span.num_bytes - start)
-            pieces.append(Span(path=span.path, offset=span.offset + start, num_bytes=num_bytes))
+            offset = span.offset + start
+            pieces.append(Span(path=span.path, offset=offset, num_bytes=num_bytes))
     return pieces
 
 
@@ -474,76 +489,10 @@ def _batches(spans: Sequence[Span], max_bytes: int) -> list[list[Span]]:
     batches: list[list[Span]] = []
     bytes_left = 0
     for span in spans:
-        if not batches or span.num_bytes > bytes_left or len(batches[-1]) >= _MAX_SPANS_PER_BATCH:
+        is_full = not batches or len(batches[-1]) >= _MAX_SPANS_PER_BATCH
+        if is_full or span.num_bytes > bytes_left:
             batches.append([])
             bytes_left = max_bytes
         batches[-1].append(span)
         bytes_left -= span.num_bytes
     return batches
-
-
-def count_unsigned(receipts: Path, sequence: int) -> None:
-    """Count that what arrived under this number was not as the silo signed it."""
-    path = receipts / f"{sequence}{_UNSIGNED}"
-    write_atomic(path, b"%d" % (read_unsigned_count(path) + 1))
-
-
-def clear_unsigned(receipts: Path, sequence: int) -> None:
-    """Remove that count once the silo's own submission is answered."""
-    (receipts / f"{sequence}{_UNSIGNED}").unlink(missing_ok=True)
-
-
-def _unsigned_for_s(receipts: Path, sequence: int) -> float:
-    """Return for how many seconds more a submission is not fetched again, after it was not as signed."""
-    path = receipts / f"{sequence}{_UNSIGNED}"
-    count = read_unsigned_count(path)
-    if count == 0:
-        return 0.0
-    delay_s = min(_HOLD_S * 2.0 ** min(count - 1, 16), _MAX_HOLD_S)
-    # A clock that was set back must not hold it for longer.
-    return min(path.stat().st_mtime + delay_s - time.time(), delay_s)
-
-
-def read_unsigned_count(path: Path) -> int:
-    """Read a count of `count_unsigned`; a damaged one counts as 1."""
-    if not path.is_file():
-        return 0
-    text = read_bounded(path, _MAX_COUNT_BYTES)
-    return int(text) if text.isdigit() else 1
-
-
-def is_plan_finished(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
-    """Whether every silo of a plan has its last receipt, and nothing is left to do."""
-    plan_receipts = fed / "receipts" / plan_id
-    return all(_is_silo_finished(plan_receipts / silo_id) for silo_id in silo_ids)
-
-
-def _is_silo_finished(receipts: Path) -> bool:
-    return (receipts / "final").exists() and not _undelivered(receipts)
-
-
-def earlier_plans(fed: Path, plan_id: str) -> list[Path]:
-    """List the folders of receipts for other plans than this one."""
-    folder = fed / "receipts"
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if path.name != plan_id)
-
-
-def has_undelivered_receipts(fed: Path, plan_id: str, silo_id: str) -> bool:
-    """Whether a receipt for an earlier plan did not reach a silo."""
-    return any(_undelivered(plan / silo_id) for plan in earlier_plans(fed, plan_id))
-
-
-def _undelivered(receipts: Path) -> list[int]:
-    """List the submissions whose receipt did not reach the silo."""
-    return sorted(sequence_numbers(receipts, ".json") - sequence_numbers(receipts, ".delivered"))
-
-
-def _undelivered_notices(receipts: Path) -> list[int]:
-    """List the submissions that wait for a person without the silo's knowledge."""
-    notices = sequence_numbers(receipts, f"{_HELD}.json")
-    delivered = sequence_numbers(receipts, f"{_HELD}.delivered")
-    # After the receipt itself the notice would only be confusing.
-    answered = sequence_numbers(receipts, ".json")
-    return sorted(notices - delivered - answered)

@@ -28,6 +28,8 @@ from ddm.trust.verify import verify_bundle_metadata
 from silo.courier.inbox import MAX_METADATA_BYTES, Inbox, has_verified, remove
 
 _METADATA = "metadata/"
+# What a bundle has beside its files: folders and marks of our own, with some to spare.
+_NUM_OWN_FOLDERS = 8
 
 
 def take_bundle(
@@ -68,18 +70,25 @@ def _collect(
 ) -> BundleProgress:
     """Store the metadata until they are whole and verify; only then the files that they sign."""
     home = inbox.folder / offer.plan_id
-    ranges = list(zip(offer.spans, pieces, strict=True))
+    metadata_ranges = []
+    other_ranges = []
+    for span, data in zip(offer.spans, pieces, strict=True):
+        if _is_metadata(span.path):
+            metadata_ranges.append((span, data))
+        else:
+            other_ranges.append((span, data))
     # Each index has a part of its own: what a stranger offers under a plan's name takes nothing from the plan.
     encoded_index = "".join(entry.model_dump_json() for entry in files).encode()
     target = home / sha256_hex(encoded_index)[:16]
     own_part = target.with_name(f"{target.name}.part")
     if not own_part.exists():
         metadata_bytes = sum(entry.num_bytes for entry in files if _is_metadata(entry.path))
-        inbox.make_room(metadata_bytes, len(files) + 8, own_part, signed=False)
+        num_entries = len(files) + _NUM_OWN_FOLDERS
+        inbox.make_room(metadata_bytes, num_entries, own_part, signed=False)
         group_folder(home, inbox.folder)
     part = PartFolder(target, files)
     try:
-        part.write((span, data) for span, data in ranges if _is_metadata(span.path))
+        part.write(metadata_ranges)
         missing = part.missing(shard_bytes)
         missing_metadata = tuple(span for span in missing if _is_metadata(span.path))
         if missing_metadata:
@@ -96,10 +105,12 @@ def _collect(
         # From here on nothing can be stored that the root's keys did not sign.
         if not has_verified(own_part):
             num_bytes = sum(entry.num_bytes for entry in files)
-            inbox.make_room(num_bytes, 2 * len(files) + 8, own_part, signed=True)
+            # Twice: a file may need a folder of its own.
+            num_entries = 2 * len(files) + _NUM_OWN_FOLDERS
+            inbox.make_room(num_bytes, num_entries, own_part, signed=True)
         # The first of these writes makes `targets/`, which `has_verified` takes as the sign that the metadata
         # verified.
-        part.write((span, data) for span, data in ranges if not _is_metadata(span.path))
+        part.write(other_ranges)
         if not part.finish():
             return BundleProgress(missing=tuple(part.missing(shard_bytes)))
     except (TrustError, FormatError):
@@ -163,7 +174,9 @@ def _check_index(files: Sequence[IndexEntry], plan_id: str, bundle_bytes: int) -
 
 def _check_signed(files: Sequence[IndexEntry], targets: Mapping[str, SignedFile]) -> None:
     """Require that the index lists exactly the files that the metadata sign."""
-    signed = {f"targets/{path}": (target.bytes, target.digest) for path, target in targets.items()}
+    signed = {}
+    for path, target in targets.items():
+        signed[f"targets/{path}"] = (target.bytes, target.digest)
     offered = {
         entry.path: (entry.num_bytes, entry.digest)
         for entry in files

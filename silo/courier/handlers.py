@@ -163,7 +163,9 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
         now = time.monotonic()
         known = (query.known.state, query.known.sequence)
         has_new_state = (status.state, status.sequence) != known
-        if sequence > query.received or (has_new_state and now >= settled_at) or now >= deadline:
+        has_settled_state = has_new_state and now >= settled_at
+        has_submission = sequence > query.received
+        if has_submission or has_settled_state or now >= deadline:
             break
         time.sleep(_POLL_S)
     leave = read_leave(query.plan_id, limits)
@@ -174,7 +176,8 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
     files = list_folder(
         submission, max_files=MAX_SUBMISSION_FILES, max_bytes=limits.submission_bytes
     )
-    spans = truncate_spans(whole_spans(files), min(query.max_bytes, limits.reply_bytes))
+    max_bytes = min(query.max_bytes, limits.reply_bytes)
+    spans = truncate_spans(whole_spans(files), max_bytes)
     report = StatusReport(status=status, sequence=sequence, files=files, spans=spans)
     return Envelope(report, read_spans(submission, spans))
 

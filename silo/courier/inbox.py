@@ -161,7 +161,8 @@ class Inbox:
 
     def _remove_oldest_unverified(self, own_part: Path) -> None:
         """Keep at most `MAX_UNVERIFIED` parts whose metadata have not verified, this one included."""
-        unverified = [part for part in self._parts() if part != own_part and not has_verified(part)]
+        other_parts = [part for part in self._parts() if part != own_part]
+        unverified = [part for part in other_parts if not has_verified(part)]
         num_too_many = max(len(unverified) - (MAX_UNVERIFIED - 1), 0)
         for part in unverified[:num_too_many]:
             remove(part)

@@ -128,7 +128,8 @@ def remedy_for(reason: str, proxy: str | None) -> str:
 
 def explain(address: str, ca: Path) -> str | None:
     """Explain in a few sentences why there is no connection, and what to do; None where there would be one now."""
-    proxy = without_password(proxy_for(address.rpartition(":")[0].strip("[]")))
+    host, _, _ = address.rpartition(":")
+    proxy = without_password(proxy_for(host.strip("[]")))
     reason = try_connection(address, ca)
     if reason is None:
         return None
@@ -148,4 +149,5 @@ def _credentials(proxy: SplitResult) -> dict[str, str]:
     if not proxy.username:
         return {}
     pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-    return {"Proxy-Authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
+    encoded = base64.b64encode(pair.encode()).decode()
+    return {"Proxy-Authorization": f"Basic {encoded}"}

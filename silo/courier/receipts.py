@@ -68,7 +68,8 @@ def _check_receipt(delivery: ReceiptDelivery, receipt: bytes, site: Site) -> Non
     # Imported here: it takes half a second, and this message is rare.
     from ddm.protocol.plan import Plan
 
-    path = site.inbox / delivery.plan_id / "bundle" / "targets" / delivery.plan_id / "plan.json"
+    targets = site.inbox / delivery.plan_id / "bundle" / "targets"
+    path = targets / delivery.plan_id / "plan.json"
     # Every bundle here has verified, so that the key in this document is the one that the plan's signers named.
     data = read_bounded(path, MAX_DOCUMENT_BYTES)
     binding = ReceiptBinding(
@@ -77,6 +78,9 @@ def _check_receipt(delivery: ReceiptDelivery, receipt: bytes, site: Site) -> Non
     plan = Plan.parse(data, subject="plan.json")
     verdict = open_receipt(receipt, plan.receipt_key, binding).verdict
     # The mark travels beside the receipt and is not signed: the file's name must not say more than the content.
-    if (verdict.kind == "held") != delivery.held:
-        expected = "word that it waits for a person" if delivery.held else "an answer"
+    is_held = verdict.kind == "held"
+    if is_held != delivery.held:
+        expected = "an answer"
+        if delivery.held:
+            expected = "word that it waits for a person"
         raise ReplayError("receipt", expected=expected, got=f"the verdict {verdict.kind}")

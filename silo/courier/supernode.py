@@ -219,7 +219,8 @@ class Courier:
             self._wrong_clock = describe(seconds_ahead(self._address))
         self._sign_off()
         home = self._courier / "flwr"
-        command = [*script_command(_PROGRAM), str(home / "local"), str(free_port())]
+        local_folder = home / "local"
+        command = [*script_command(_PROGRAM), str(local_folder), str(free_port())]
         command += ["--superlink", self._address]
         command += ["--root-certificates", str(self._courier / "ca.pem")]
         command += ["--auth-supernode-private-key", str(self._courier / "node.key")]

@@ -82,7 +82,8 @@ def keep_texts(
     with part_path.open("r+b") as handle:
         try:
             for first in range(num_encoded, len(captions), BLOCK):
-                vectors = encoder.encode(captions[first : first + BLOCK], replacement=0.0)
+                block = captions[first : first + BLOCK]
+                vectors = encoder.encode(block, replacement=0.0)
                 _write_rows(handle, vectors, array_start, first)
                 num_encoded = first + len(vectors)
                 if num_encoded % _TEXTS_BETWEEN_SAVES == 0:
@@ -135,10 +136,14 @@ def some_texts(text_NLD: Tensor, chosen: Tensor, folder: Path) -> Tensor:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as handle:
         for row, number in enumerate(chosen.tolist()):
-            _write_rows(handle, text_NLD[number : number + 1], 0, row)
+            text_1LD = text_NLD[number : number + 1]
+            _write_rows(handle, text_1LD, array_start=0, first=row)
         # The padding of the last text was not written, see `_write_rows`.
-        handle.truncate(_FLOAT_BYTES * math.prod(shape))
-        return torch.from_numpy(np.memmap(handle, np.float32, mode="c", shape=shape))
+        num_bytes = _FLOAT_BYTES * math.prod(shape)
+        handle.truncate(num_bytes)
+        # Copy on write: torch wants writable memory. The mapping keeps the file, which has no name, until it goes.
+        vectors = np.memmap(handle, np.float32, mode="c", shape=shape)
+        return torch.from_numpy(vectors)
 
 
 def _write_rows(handle: BinaryIO, text_BLD: Tensor, array_start: int, first: int) -> None:
@@ -147,8 +152,10 @@ def _write_rows(handle: BinaryIO, text_BLD: Tensor, array_start: int, first: int
     Written, not mapped: a full disk kills a process that writes into a mapped file with a signal instead of an error.
     """
     for row, vectors in enumerate(text_BLD.numpy(), first):
-        handle.seek(array_start + row * vectors.nbytes)
-        handle.write(vectors.tobytes().rstrip(b"\0"))
+        row_start = array_start + row * vectors.nbytes
+        handle.seek(row_start)
+        without_padding = vectors.tobytes().rstrip(b"\0")
+        handle.write(without_padding)
 
 
 def _continue_or_begin(

@@ -210,7 +210,8 @@ def _open_arrays(
 def _labels(label_N: NDArray[np.generic], site: Classes, plan: Classes) -> NDArray[np.int64]:
     """Return the class of each image as the plan numbers it; the site wrote numbers by its own order of the names."""
     # From the site's numbers to the plan's, by the names of the classes.
-    site_names = np.array([site.name(number) for number in range(site.num)])
+    names = [site.name(number) for number in range(site.num)]
+    site_names = np.array(names)
     # The same number may mean another class to the plan, whose order of the names is its own.
     plan_number_C = class_numbers(site_names, plan, "data.classes")
     # Shape (C,) indexed by (N,): the plan's number of the class of each image.
@@ -232,18 +233,21 @@ def _ranks(
     if patient_N is None:
         digest = hmac.new(salt, b"order of images", hashlib.sha256).digest()
         # A counter-based generator gives the n-th image the same number, however many images follow it.
-        philox = np.random.Philox(key=np.frombuffer(digest[:16], np.uint64))
-        return np.random.Generator(philox).random(len(unit_N))
+        key = np.frombuffer(digest[:16], np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key))
+        return generator.random(len(unit_N))
     _, first_U = np.unique(unit_N, return_index=True)
     if isinstance(arrays, StoredCohort):
         # The copy knows patients by number alone, and keeps the digests that order them in a column.
-        orders = [str(order) for order in read_column(arrays, ORDERS)[first_U].tolist()]
+        order_N = read_column(arrays, ORDERS)
+        orders = [str(order) for order in order_N[first_U].tolist()]
     else:
-        key = order_key(salt)
+        secret = order_key(salt)
         names = names_of(patient_N[first_U])
-        orders = [order_of(name, key, patient_rule) or "" for name in names]
+        orders = [order_of(name, secret, patient_rule) or "" for name in names]
     # The first 64 bits of each digest as a number in [0, 1).
-    return np.array([int(order[:16], 16) / 2**64 for order in orders])
+    first_bits = [int(order[:16], 16) for order in orders]
+    return np.array([bits / 2**64 for bits in first_bits])
 
 
 def dataset_digest(
@@ -254,12 +258,15 @@ def dataset_digest(
     It is keyed with a secret of this site because ledger entries contain it and their digests are published: without
     the key, anybody who knows all images but one could try candidates for the last one.
     """
-    digest = hmac.new(salt, repr(tuple(images.shape)).encode(), hashlib.sha256)
+    shape_text = repr(tuple(images.shape))
+    digest = hmac.new(salt, shape_text.encode(), hashlib.sha256)
     # Block by block, since the images may be larger than memory.
     feed(digest.update, images)
     # Sorted: the order in which a caller names columns must not change the digest.
     for name in sorted(columns):
-        digest.update(name.encode() + columns[name].astype("<i8").tobytes())
+        # Of one byte order, so that the digest is the same on every machine.
+        values = columns[name].astype("<i8")
+        digest.update(name.encode() + values.tobytes())
     for caption in captions:
         text = caption.encode()
         # With its length, or two captions could give the digest of two others that are cut elsewhere.

@@ -76,7 +76,8 @@ def check_values(source: ImageSource, policy: Policy) -> int:
         return _check_pictures(source, policy)
     arrays = source.arrays(data)
     if data.kind is DataKind.ARRAYS and policy.data.range and policy.data.shape:
-        spec = DataSpec(shape=_with_three_axes(policy.data.shape), range=policy.data.range)
+        shape = _with_three_axes(policy.data.shape)
+        spec = DataSpec(shape=shape, range=policy.data.range)
         for _ in blocks(open_images(arrays, spec, source.folder.parent)):
             pass  # reading a block checks its values
     return len(arrays)

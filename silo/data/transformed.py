@@ -239,15 +239,21 @@ class _CohortBuilder:
                 if problem is not None:
                     # The text is about sizes and values alone.
                     self._note_blank(image, NOT_TAKEN, problem)
-            item = Item(samples)
-            if self.required.patients:
-                patient = self.images.patient(image)
-                item = replace(item, patient=patient, order=self.images.order(image))
-            if self.required.classes is not None:
-                item = replace(item, label=self.required.classes.number(image.label or ""))
-            if self.required.captions:
-                item = replace(item, caption=image.caption or "")
-            yield item
+            yield self._with_columns(image, Item(samples))
+
+    def _with_columns(self, image: ScannedImage, item: Item) -> Item:
+        """Add what the plan requires of an image beside its samples."""
+        required = self.required
+        if required.patients:
+            patient = self.images.patient(image)
+            order = self.images.order(image)
+            item = replace(item, patient=patient, order=order)
+        if required.classes is not None:
+            label = required.classes.number(image.label or "")
+            item = replace(item, label=label)
+        if required.captions:
+            item = replace(item, caption=image.caption or "")
+        return item
 
     @property
     def reasons_text(self) -> str:

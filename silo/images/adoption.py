@@ -66,7 +66,9 @@ def _copy_database(source: Path, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     partial.unlink(missing_ok=True)
     # Made here, because SQLite would make it by the umask.
-    os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(partial, flags, 0o600)
+    os.close(descriptor)
     reader = sqlite3.connect(source)
     try:
         writer = sqlite3.connect(partial)

@@ -1,6 +1,6 @@
 """Near duplicates: pictures whose difference hashes are close, as after another compression, size or brightness."""
 
-# Shape legend: N pictures, B bands.
+# Shape legend: N pictures, B bands of 16 bits: of sixteen, at least one is equal where at most 15 bits differ.
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 MAX_DIFFERENT_BITS = 15  # of 256, between the hashes of near duplicates
 _NUM_WORDS = 4  # of 64 bits, in a hash
-# With at most 15 bits that differ, at least one of sixteen bands of 16 bits is equal.
-_NUM_BANDS = 16
 _NUM_NEIGHBOURS = 32  # that a picture is compared with, in each band
 
 
@@ -22,26 +20,33 @@ def near_duplicates(hashes: Sequence[str]) -> int:
     Args:
         hashes: of pictures that are not equal, from `ddm.images.record.difference_hash`.
     """
-    if len(hashes) < 2:
+    num_pictures = len(hashes)
+    if num_pictures < 2:
         return 0
-    bits = np.frombuffer(bytes.fromhex("".join(hashes)), np.dtype(">u8"))
-    code_N4 = bits.reshape(-1, _NUM_WORDS).astype(np.uint64)
-    band_NB = np.ascontiguousarray(code_N4).view(np.uint16)
-    is_near_N = np.zeros(len(code_N4), bool)
-    for band in range(_NUM_BANDS):
+    hash_bytes = bytes.fromhex("".join(hashes))
+    # Words in the order of this machine, so that their halves may be looked at as bands.
+    words = np.frombuffer(hash_bytes, np.dtype(">u8")).astype(np.uint64)
+    code_N4 = words.reshape(-1, _NUM_WORDS)
+    band_NB = code_N4.view(np.uint16)
+    is_near_N = np.zeros(num_pictures, bool)
+    num_steps = min(_NUM_NEIGHBOURS, num_pictures - 1)
+    for band_N in band_NB.T:
         # Pictures with an equal band stand together in this order, and among them those whose whole hash is close.
-        order_N = np.lexsort((*code_N4.T, band_NB[:, band]))
-        for step in range(1, min(_NUM_NEIGHBOURS, len(order_N) - 1) + 1):
+        order_N = np.lexsort((*code_N4.T, band_N))
+        for step in range(1, num_steps + 1):
             first = order_N[:-step]
             second = order_N[step:]
-            same_band = band_NB[first, band] == band_NB[second, band]
+            same_band = band_N[first] == band_N[second]
             first = first[same_band]
             second = second[same_band]
-            is_close = _distance(code_N4[first], code_N4[second]) <= MAX_DIFFERENT_BITS
+            distance = _distance(code_N4[first], code_N4[second])
             # The later one of a pair is counted, so that one picture of each group never is.
-            is_near_N[np.maximum(first, second)[is_close]] = True
+            later = np.maximum(first, second)
+            is_near_N[later[distance <= MAX_DIFFERENT_BITS]] = True
     return int(is_near_N.sum())
 
 
 def _distance(first_N4: NDArray[np.uint64], second_N4: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return np.asarray(np.bitwise_count(first_N4 ^ second_N4).sum(1, dtype=np.int64))
+    """Return in how many bits each pair of hashes differs."""
+    different_N4 = np.bitwise_count(first_N4 ^ second_N4)
+    return np.asarray(different_N4.sum(1, dtype=np.int64))

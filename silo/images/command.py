@@ -102,7 +102,8 @@ def image_source(
         raise SetupError(
             "images", expected="--data or a SITE", got="no images named", remedy=remedy
         )
-    changes = {name: value for name, value in (given_settings or {}).items() if value is not None}
+    settings = given_settings or {}
+    changes = {name: value for name, value in settings.items() if value is not None}
     if data is not None:
         # Columns that silo.toml names are those of the site's own table.
         changes.setdefault("columns", {})

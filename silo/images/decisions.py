@@ -59,7 +59,9 @@ class Decisions:
         private_folder(folder)
         path = folder / FILE
         # Made here, because SQLite would make it by the umask.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        os.close(descriptor)
         database = sqlite3.connect(path)
         try:
             with _readable(path):
@@ -143,7 +145,10 @@ class Decisions:
             pictures: each with pixels and flags.
             decision: None takes back what was decided.
         """
-        keys = [(record.pixels, _flags_text(self.flagged(record).flags)) for record in pictures]
+        keys = []
+        for record in pictures:
+            flags = self.flagged(record).flags
+            keys.append((record.pixels, _flags_text(flags)))
         # One transaction: a crash must not take back an old decision without writing the new one.
         with _readable(self._path), self._database:
             # Leaving out holds under all flags of a picture, so that a new decision replaces it under any of them.

@@ -50,20 +50,25 @@ def _bounds(picture: Picture, values: NDArray[np.generic], window: bool) -> tupl
         return 0.0, 255.0
     if window:
         step = 1 + values.size // _MAX_SAMPLED_VALUES
-        sampled: NDArray[np.generic] = values.reshape(-1)[::step]
-        low, high = np.percentile(sampled.astype(np.float64), _PERCENTILES)
+        flat: NDArray[np.generic] = values.reshape(-1)
+        sampled = flat[::step].astype(np.float64)
+        low, high = np.percentile(sampled, _PERCENTILES)
         return float(low), float(high)
     return float(values.min()), float(values.max())
 
 
 def _tones(image_CHW: NDArray[np.generic], low: float, high: float) -> NDArray[np.uint8]:
     """Return an image as greys (H, W) or colours (H, W, 3) of eight bits."""
-    share_CHW = (image_CHW.astype(np.float32) - low) / max(high - low, 1e-30)
-    tones_CHW: NDArray[np.uint8] = np.rint(share_CHW.clip(0, 1) * 255).astype(np.uint8)
-    if len(tones_CHW) == 1:
-        grey_HW: NDArray[np.uint8] = tones_CHW[0]
+    # An image of one value has no width between black and white.
+    width = max(high - low, 1e-30)
+    share_CHW = (image_CHW.astype(np.float32) - low) / width
+    tones_CHW = np.rint(share_CHW.clip(0, 1) * 255)
+    bytes_CHW: NDArray[np.uint8] = tones_CHW.astype(np.uint8)
+    if len(bytes_CHW) == 1:
+        grey_HW: NDArray[np.uint8] = bytes_CHW[0]
         return grey_HW
-    return np.ascontiguousarray(np.moveaxis(tones_CHW, 0, -1))
+    bytes_HWC = np.moveaxis(bytes_CHW, 0, -1)
+    return np.ascontiguousarray(bytes_HWC)
 
 
 def _drawn_volume(
@@ -72,11 +77,19 @@ def _drawn_volume(
     planes = [*_middle_planes(values_CDHW), *_brightest_planes(values_CDHW)]
     depth_mm, height_mm, width_mm = spacing
     # Axial, coronal, sagittal; once for the middle planes and once for the brightest values.
-    spacings = [(height_mm, width_mm), (depth_mm, width_mm), (depth_mm, height_mm)] * 2
-    side = min(MAX_SIDE // 3, max(values_CDHW.shape[1:]))
+    spacings = [
+        (height_mm, width_mm),
+        (depth_mm, width_mm),
+        (depth_mm, height_mm),
+    ]
+    longest_side = max(values_CDHW.shape[1:])
+    # Three tiles stand beside each other.
+    side = min(MAX_SIDE // 3, longest_side)
     tiles = []
-    for plane, plane_spacing in zip(planes, spacings, strict=True):
-        tiles.append(_fitted(_tones(plane, low, high), plane_spacing, side))
+    for plane, plane_spacing in zip(planes, spacings * 2, strict=True):
+        tones = _tones(plane, low, high)
+        tile = _fitted(tones, plane_spacing, side)
+        tiles.append(tile)
     return _sheet(tiles, side)
 
 
@@ -85,7 +98,11 @@ def _middle_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]
     _, depth, height, width = values_CDHW.shape
     # D points to the top of the body, but the rows of a picture go down.
     upright = values_CDHW[:, ::-1]
-    return [values_CDHW[:, depth // 2], upright[:, :, height // 2], upright[..., width // 2]]
+    return [
+        values_CDHW[:, depth // 2],
+        upright[:, :, height // 2],
+        upright[..., width // 2],
+    ]
 
 
 def _brightest_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]]:
@@ -96,22 +113,30 @@ def _brightest_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.gener
 
 def _fitted(tones: NDArray[np.uint8], spacing: tuple[float, float], side: int) -> Image.Image:
     """Return a plane in its true proportions, its longer side of this length."""
-    height_mm = tones.shape[0] * spacing[0]
-    width_mm = tones.shape[1] * spacing[1]
+    num_rows, num_columns = tones.shape[:2]
+    row_mm, column_mm = spacing
+    height_mm = num_rows * row_mm
+    width_mm = num_columns * column_mm
     scale = side / max(height_mm, width_mm)
-    size = (max(1, round(width_mm * scale)), max(1, round(height_mm * scale)))
-    return Image.fromarray(tones).resize(size, Image.Resampling.BILINEAR)
+    # A plane that is very thin keeps one pixel.
+    width = max(1, round(width_mm * scale))
+    height = max(1, round(height_mm * scale))
+    image = Image.fromarray(tones)
+    return image.resize((width, height), Image.Resampling.BILINEAR)
 
 
 def _sheet(tiles: list[Image.Image], side: int) -> Image.Image:
     """Arrange six planes in two rows."""
     pitch = side + _GAP
-    mode = tiles[0].mode
-    num_bands = len(tiles[0].getbands())
-    background = (_GAP_TONE,) * num_bands
-    sheet = Image.new(mode, (3 * pitch - _GAP, 2 * pitch - _GAP), background)
+    # No gap after the last column and the last row.
+    width = 3 * pitch - _GAP
+    height = 2 * pitch - _GAP
+    first = tiles[0]
+    background = (_GAP_TONE,) * len(first.getbands())
+    sheet = Image.new(first.mode, (width, height), background)
     for number, tile in enumerate(tiles):
         row, column = divmod(number, 3)
+        # Each tile stands in the middle of its square.
         left = column * pitch + (side - tile.width) // 2
         top = row * pitch + (side - tile.height) // 2
         sheet.paste(tile, (left, top))

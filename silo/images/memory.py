@@ -107,7 +107,8 @@ class ScanMemory:
             key = _key(folder)
             path = folder / DATABASE
             # Made here, because SQLite would make it by the umask.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            os.close(descriptor)
             with _readable(path):
                 database = sqlite3.connect(path)
                 try:
@@ -130,7 +131,8 @@ class ScanMemory:
         query = (
             "select number, digest, stats, reason, detail from files where path = ? and recipe = ?"
         )
-        row = self._database.execute(query, (os.fsencode(file.path), self._recipe)).fetchone()
+        values = (os.fsencode(file.path), self._recipe)
+        row = self._database.execute(query, values).fetchone()
         if row is None:
             return None
         number, digest, stats, reason, detail = row
@@ -177,13 +179,15 @@ class ScanMemory:
         query = """
         select place, record from pictures join files on number = file where path = ? and recipe like ? order by place
         """
-        for place, text in self._database.execute(query, (os.fsencode(path), _ANY_RECIPE)):
+        values = (os.fsencode(path), _ANY_RECIPE)
+        for place, text in self._database.execute(query, values):
             yield place, PictureRecord.model_validate_json(text)
 
     def picture(self, path: str, place: int) -> PictureRecord | None:
         """Return one picture of a file; None where it is not known."""
         query = "select record from pictures join files on number = file where path = ? and place = ? and recipe like ?"
-        row = self._database.execute(query, (os.fsencode(path), place, _ANY_RECIPE)).fetchone()
+        values = (os.fsencode(path), place, _ANY_RECIPE)
+        row = self._database.execute(query, values).fetchone()
         if row is None:
             return None
         (text,) = row
@@ -215,7 +219,8 @@ class ScanMemory:
         self._database.execute("delete from files where path = ?", (path,))
         # An empty recipe is that of no scan: what a crash leaves of the file is not found again.
         query = "insert into files (path, stats, digest, recipe, scan, detail) values (?, '', '', '', ?, '')"
-        return int(self._database.execute(query, (path, self._scan)).lastrowid or 0)
+        cursor = self._database.execute(query, (path, self._scan))
+        return int(cursor.lastrowid or 0)
 
     def add(self, number: int, place: int, records: Iterable[PictureRecord]) -> None:
         """Write pictures of a file, the first of them at this place."""
@@ -282,7 +287,8 @@ class PendingFile:
     def _write(self) -> int:
         if self._number is None:
             self._number = self._memory.begin(self._file)
-        self._memory.add(self._number, self.num_pictures - len(self._records), self._records)
+        first_place = self.num_pictures - len(self._records)
+        self._memory.add(self._number, first_place, self._records)
         self._records.clear()
         return self._number
 

@@ -48,8 +48,11 @@ def read_preview_plan(path: Path) -> PreviewPlan:
     require_file(path, "a recipe (TOML) or a plan (JSON)")
     data = read_bounded(path.resolve(), _MAX_PLAN_BYTES, subject=str(path))
     try:
-        is_json = path.suffix.lower() == ".json"
-        content: Any = json.loads(data) if is_json else tomllib.loads(data.decode("utf-8"))
+        content: Any
+        if path.suffix.lower() == ".json":
+            content = json.loads(data)
+        else:
+            content = tomllib.loads(data.decode("utf-8"))
         plan = PreviewPlan.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise settings_error(path, error) from error
@@ -79,16 +82,22 @@ class PreviewSelection:
         """Consider an image of a scan."""
         if image.reason is not None or image.record is None or image.place is None:
             return
-        rank = -int(image.record.pixels, 16)
-        picture = SheetPicture(image.path, image.place, image.record.pixels)
+        pixels = image.record.pixels
+        rank = -int(pixels, 16)
+        picture = SheetPicture(image.path, image.place, pixels)
         if rank in self._pictures:
-            self._pictures[rank] = min(self._pictures[rank], picture, key=_location)
-        elif len(self._heap) < _MAX_PICTURES or rank > self._heap[0]:
-            self._pictures[rank] = picture
-            heapq.heappush(self._heap, rank)
-            if len(self._heap) > _MAX_PICTURES:
-                largest_rank = heapq.heappop(self._heap)
-                del self._pictures[largest_rank]
+            # Copies share a fingerprint; the first by name stands for all of them.
+            known = self._pictures[rank]
+            self._pictures[rank] = min(known, picture, key=_location)
+            return
+        is_full = len(self._heap) == _MAX_PICTURES
+        if is_full and rank < self._heap[0]:
+            return
+        self._pictures[rank] = picture
+        heapq.heappush(self._heap, rank)
+        if is_full:
+            replaced_rank = heapq.heappop(self._heap)
+            del self._pictures[replaced_rank]
 
     def pictures(self) -> list[SheetPicture]:
         """Return the pictures, in the order of their files' names."""
@@ -98,10 +107,15 @@ class PreviewSelection:
         """Decode the pictures again, in the same order; those that their files no longer give are left out."""
         by_path: dict[str, dict[int, SheetPicture]] = {}
         for picture in self.pictures():
-            by_path.setdefault(picture.path, {})[picture.place] = picture
-        jobs = [DecodeJob(path, (path,), Path(path).stat().st_size) for path in by_path]
+            pictures_of_file = by_path.setdefault(picture.path, {})
+            pictures_of_file[picture.place] = picture
+        jobs = []
+        for path in by_path:
+            num_bytes = Path(path).stat().st_size
+            jobs.append(DecodeJob(path, (path,), num_bytes))
         # Any key will do, because the fingerprints of this decoding are not used.
-        options = DecoderOptions(limits, secrets.token_bytes(KEY_BYTES), with_values=True)
+        key = secrets.token_bytes(KEY_BYTES)
+        options = DecoderOptions(limits, key, with_values=True)
         place = 0
         for answer in decode_files(jobs, options):
             if not isinstance(answer, DecodedImage):

@@ -181,7 +181,9 @@ class Review:
 
     def flags(self, state: str) -> dict[str, int]:
         """Count the pictures of a state by flag; one with two flags counts twice."""
-        counts = {flag.value: len(self.listed(state, flag.value)) for flag in Flag}
+        counts = {}
+        for flag in Flag:
+            counts[flag.value] = len(self.listed(state, flag.value))
         return {flag: num for flag, num in counts.items() if num}
 
     def with_others(self, number: int) -> list[int]:
@@ -211,7 +213,8 @@ class Review:
         chosen = list(dict.fromkeys(numbers))
         # A decision is kept by pixels and so changes copies elsewhere too; undoing must restore all of them.
         copies = self._copies_of(chosen)
-        self._undo.append({number: self._states[number] for number in copies})
+        states_before = {number: self._states[number] for number in copies}
+        self._undo.append(states_before)
         self._record(chosen, decision)
         self._read_states(copies)
 
@@ -230,7 +233,8 @@ class Review:
         records = [self.pictures[number].record for number in numbers]
         if decision is Decision.CLEAR:
             # Without a flag there is nothing to clear: the picture is accepted again.
-            self._decisions.record([record for record in records if not record.flags], None)
+            unflagged = [record for record in records if not record.flags]
+            self._decisions.record(unflagged, None)
             records = [record for record in records if record.flags]
         self._decisions.record(records, decision)
 
@@ -243,7 +247,8 @@ class Review:
     def _read_states(self, numbers: Iterable[int]) -> None:
         self._listed.clear()
         for number in numbers:
-            self._states[number] = self._decisions.of(self.pictures[number].record)
+            record = self.pictures[number].record
+            self._states[number] = self._decisions.of(record)
 
     @cached_property
     def _by_pixels(self) -> dict[str, list[int]]:

@@ -75,7 +75,8 @@ def review_images(
             for numbers in to_leave_out:
                 review.decide(numbers, Decision.LEAVE_OUT)
             if listed:
-                rows = [_row(review.pictures[number]) for number in review.listed(WAITING)]
+                pictures = [review.pictures[number] for number in review.listed(WAITING)]
+                rows = [_row(picture) for picture in pictures]
                 say(table(rows, ("file", "image", "waits because of")))
             elif not (clear or leave_out) and review.pictures:
                 _serve(review, source, key)
@@ -118,7 +119,8 @@ def _serve(review: Review, source: ImageSource, key: bytes) -> None:
             "Anyone with this address can see the images. Ctrl-C ends the page; decisions are saved."
         )
 
-    with Viewer(source.limits, min(_VIEWERS, source.num_processes), key) as viewer:
+    num_processes = min(_VIEWERS, source.num_processes)
+    with Viewer(source.limits, num_processes, key) as viewer:
         serve_review(review, viewer, announce)
 
 

@@ -170,7 +170,8 @@ class ScannedImages:
         inputs = f"{self.source.recipe} {self.source.parts} {self._decisions.digest}"
         digest = hashlib.sha256(inputs.encode())
         for file, remembered in self._files():
-            cells = [getattr(file.row, name, None) for name in ("split", *sorted(columns))]
+            names = ("split", *sorted(columns))
+            cells = [getattr(file.row, name, None) for name in names]
             if remembered is not None:
                 # A file whose content could not be read has no digest; its size and times stand in for it.
                 content = (remembered.digest or file.stats, remembered.reason, cells)
@@ -195,7 +196,8 @@ class ScannedImages:
         The table takes precedence over what the file says.
         """
         if image.row is not None:
-            named = pseudonyms(image.row.patient, self._memory.key, self.source.patient_rule)
+            patient = image.row.patient
+            named = pseudonyms(patient, self._memory.key, self.source.patient_rule)
             if named is not None:
                 return named
         if image.record is None:
@@ -354,7 +356,9 @@ def _write_look_alikes(source: ImageSource, summary: Summary) -> None:
             if image.row is not None and image.row.patient:
                 identifier = image.row.patient
             rows.writerow((number, quote_cell(identifier), quote_cell(image.path)))
-    write_atomic(path, text.getvalue().encode("utf-8", "surrogateescape"), mode=0o600)
+    # Names of files may hold any bytes.
+    content = text.getvalue().encode("utf-8", "surrogateescape")
+    write_atomic(path, content, mode=0o600)
 
 
 class QuarantineFile:

@@ -42,7 +42,8 @@ class _Stack:
         if self.num_placeless:
             return may_show_face((num_slices,), None, self.head)
         # From the middle of the first slice to that of the last there are num_slices - 1 steps.
-        depth_mm = (max(self.places) - min(self.places)) * _STEP_MM * num_slices / (num_slices - 1)
+        span_mm = (max(self.places) - min(self.places)) * _STEP_MM
+        depth_mm = span_mm * num_slices / (num_slices - 1)
         return may_show_face((num_slices,), (depth_mm,), self.head)
 
 
@@ -59,7 +60,8 @@ class Stacks:
     def add(self, record: PictureRecord) -> None:
         """Take a slice; other pictures count for nothing."""
         if record.slice is not None:
-            self._stacks.setdefault(record.slice.series, _Stack()).add(record.shape, record.slice)
+            stack = self._stacks.setdefault(record.slice.series, _Stack())
+            stack.add(record.shape, record.slice)
 
     def judged(self) -> dict[str, bool]:
         """Return for each scan whether its slices together may show a face."""

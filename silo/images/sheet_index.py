@@ -45,7 +45,9 @@ def write_index(pictures: Sequence[SheetPicture], *paths: Path) -> None:
     for number, picture in enumerate(pictures, 1):
         rows.writerow((number, quote_cell(picture.path), picture.place, picture.pixels))
     for path in paths:
-        write_atomic(path, text.getvalue().encode("utf-8", "surrogateescape"), mode=0o600)
+        # Names of files may hold any bytes.
+        content = text.getvalue().encode("utf-8", "surrogateescape")
+        write_atomic(path, content, mode=0o600)
 
 
 def read_index(folder: Path) -> list[SheetPicture]:

@@ -91,7 +91,8 @@ class ImageSource:
             DataError: the data are no arrays; or no row is used.
         """
         arrays = data.require_arrays()
-        is_used = np.array([self.uses(part) for part in _parts_of(arrays)], dtype=np.bool_)
+        uses = [self.uses(part) for part in _parts_of(arrays)]
+        is_used = np.array(uses, dtype=np.bool_)
         # Also true of arrays without parts, of which the list is empty.
         if is_used.all():
             return arrays
@@ -150,7 +151,8 @@ def _parts_of(arrays: ImageArrays) -> list[str | None]:
 def default_folder(data: Path) -> Path:
     """Return the private folder of a data set's scans outside a site; its name says nothing about the data."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    name = hashlib.sha256(os.fsencode(data.resolve())).hexdigest()[:16]
+    path = os.fsencode(data.resolve())
+    name = hashlib.sha256(path).hexdigest()[:16]
     return Path(state).expanduser() / "archipelago" / "scans" / name
 
 

@@ -107,7 +107,8 @@ class Summary:
         """
         if image.reason == Reason.CLUTTER:
             self.num_skipped += 1
-            if PurePath(image.path).suffix.lower() in (*TABLE_SUFFIXES, *SPREADSHEET_SUFFIXES):
+            suffix = PurePath(image.path).suffix.lower()
+            if suffix in TABLE_SUFFIXES or suffix in SPREADSHEET_SUFFIXES:
                 self.num_unused_tables += 1
         elif image.reason == Reason.OTHER_PART:
             self.other_parts[image.part or ""] += 1
@@ -123,7 +124,8 @@ class Summary:
         self.accepted += 1
         self.kinds[record.kind] += 1
         self.channels[record.shape[0]] += 1
-        self.shapes["x".join(map(str, record.shape[1:]))] += 1
+        sides = "x".join(str(side) for side in record.shape[1:])
+        self.shapes[sides] += 1
         self.intensities[record.dtype].add(record)
         if image.label:
             self.labels[image.label] += 1
@@ -290,4 +292,5 @@ def counted(num: int, noun: str) -> str:
 
 
 def _by_count(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    names = sorted(counts, key=lambda name: (-counts[name], name))
+    return {name: counts[name] for name in names}

@@ -281,7 +281,8 @@ def _check_log(bundle: Path, verified: VerifiedRelease, checkpoints: CheckpointS
     if not verified.log_keys:
         return
     folder = bundle / "targets" / verified.plan_id
-    entry = PlanSigned(plan_id=verified.plan_id, plan_digest=verified.files["plan.json"].digest)
+    plan_file = verified.files["plan.json"]
+    entry = PlanSigned(plan_id=verified.plan_id, plan_digest=plan_file.digest)
     proof = read_small(folder, PLAN_PROOF_NAME, MAX_PROOF_BYTES)
     consistency = read_small(folder, PLAN_CONSISTENCY_NAME, MAX_CONSISTENCY_BYTES)
     log = read_log(verified.log_keys, proof, consistency, entry, PLAN_PROOF_NAME)

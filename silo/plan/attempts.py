@@ -70,7 +70,8 @@ def guard_attempt(site: Site, plan_id: str) -> Iterator[None]:
             remedy=f"To try it again, remove private/attempts/{note_path.name} from the site and restart the worker.",
         )
     # The note counts this attempt as lost until it is removed below, which a killed process never does.
-    write_atomic(note_path, AcceptanceAttempt(plan_id=plan_id, num_lost=num_lost + 1).encode())
+    attempt = AcceptanceAttempt(plan_id=plan_id, num_lost=num_lost + 1)
+    write_atomic(note_path, attempt.encode())
     try:
         yield
     except ArchipelagoError as error:

@@ -105,7 +105,8 @@ def record_acceptance(site: Site, plan_digest: str) -> WaitingPlan | None:
     if waiting and waiting.plan_digest != plan_digest:
         expected = f"the digest of the plan that waits, {waiting.plan_digest}"
         raise ApprovalError("acceptance of a plan", expected=expected, got=ascii(plan_digest[:80]))
-    write_atomic(_consent_path(site), PlanConsent(plan_digest=plan_digest).encode(), mode=0o600)
+    consent = PlanConsent(plan_digest=plan_digest)
+    write_atomic(_consent_path(site), consent.encode(), mode=0o600)
     return waiting
 
 

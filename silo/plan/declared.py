@@ -124,7 +124,8 @@ def _class_rules(plan: Plan, data: DataPolicy) -> Iterator[BrokenRule]:
         )
         return
     # Every class of the site needs a number in the plan; the plan may have more classes.
-    names = site_classes.names or [str(number) for number in range(site_classes.num)]
+    numbers = [str(number) for number in range(site_classes.num)]
+    names = site_classes.names or numbers
     if any(plan_classes.number(name) is None for name in names):
         yield BrokenRule(
             "classes",

@@ -119,7 +119,9 @@ def _file_rules(plan: Plan, sizes: SizePolicy) -> Iterator[BrokenRule]:
     implied_bytes = file_bytes(plan)
     listed_bytes = {file.path: file.bytes for file in plan.files}
     # The larger of both counts: a plan may list less than it makes the site allocate.
-    largest_bytes = {path: max(size, listed_bytes[path]) for path, size in implied_bytes.items()}
+    largest_bytes = {}
+    for path, size in implied_bytes.items():
+        largest_bytes[path] = max(size, listed_bytes[path])
     largest = max(largest_bytes, key=lambda path: largest_bytes[path])
     yield from _exceeds(
         f"bytes of {largest}", largest_bytes[largest], sizes.max_file_bytes, "sizes.max_file_bytes"
@@ -170,7 +172,8 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[Broken
     training = plan.expert.training
     architecture = plan.expert.architecture.kind
     if architecture not in allowed.architectures:
-        yield BrokenRule("architecture", " or ".join(allowed.architectures) or "none", architecture)
+        expected = " or ".join(allowed.architectures) or "none"
+        yield BrokenRule("architecture", expected, architecture)
     num_experts = max_experts_per_silo(plan)
     numbers = (
         ("experts of one silo", num_experts, "max_experts"),
@@ -185,17 +188,25 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[Broken
         yield from _exceeds(subject, required, getattr(allowed, name), f"training.{name}")
 
     # A training that never reaches a checkpoint could not be resumed.
-    own_limits = [("steps between checkpoints", training.checkpoint_steps, training.num_steps)]
+    yield from _exceeds_own(
+        "steps between checkpoints", training.checkpoint_steps, training.num_steps
+    )
     # For as many units as were agreed, not for as many as there are: a limit is no question about the data.
+    num_units = 0
     agreed = plan.agreed.get(silo_id)
-    num_units = 0 if agreed is None else agreed.units(plan.statistics.unit)
-    names = statistics_of(plan.statistics)
+    if agreed is not None:
+        num_units = agreed.units(plan.statistics.unit)
+    statistics = statistics_of(plan.statistics)
     for kind, num_bytes in statistic_bytes(plan, num_units).items():
-        subject = f"bytes of the {names[kind].name}"
-        own_limits.append((subject, num_bytes, plan.limits.statistic_bytes))
-    for subject, required, limit in own_limits:
-        if required > limit:
-            yield BrokenRule(subject, f"at most the plan's own {limit:.15g}", f"{required:.15g}")
+        subject = f"bytes of the {statistics[kind].name}"
+        yield from _exceeds_own(subject, num_bytes, plan.limits.statistic_bytes)
+
+
+def _exceeds_own(subject: str, required: float, limit: float) -> Iterator[BrokenRule]:
+    """Find a plan that contradicts itself."""
+    if required > limit:
+        expected = f"at most the plan's own {limit:.15g}"
+        yield BrokenRule(subject, expected, f"{required:.15g}")
 
 
 def _audit_rules(audit: Audit, policy: AuditPolicy) -> Iterator[BrokenRule]:

@@ -55,7 +55,8 @@ def write_waiver(site: Site, waiver: Waiver) -> None:
 def with_waiver(text: str, waiver: Waiver) -> str:
     """Return the text of a policy with this waiver as its last table."""
     other_tables = _TABLE.sub("", text.rstrip("\n") + "\n")
-    table = tomli_w.dumps({"audit": {"waiver": waiver.model_dump(mode="json")}})
+    fields = waiver.model_dump(mode="json")
+    table = tomli_w.dumps({"audit": {"waiver": fields}})
     return f"{other_tables.rstrip()}\n\n{table}"
 
 
@@ -70,7 +71,8 @@ def parse_end(text: str) -> datetime:
     except ValueError:
         end = None
     if end is not None and re.fullmatch(r"\d{4}-\d\d-\d\d", text):
-        return datetime.combine(end.date(), time(23, 59, 59), UTC)
+        last_second = time(23, 59, 59)
+        return datetime.combine(end.date(), last_second, UTC)
     # Without a zone, an end would mean different times on different machines.
     if end is None or end.tzinfo is None:
         raise SetupError(

@@ -66,7 +66,8 @@ class Account:
         for line in self.lines:
             paid_for = ", ".join(line.mechanisms)
             epsilon = f"{line.epsilon:.4g}"
-            rows.append((line.at, line.plan_id, line.unit, paid_for, epsilon, f"{line.total:.4g}"))
+            total = f"{line.total:.4g}"
+            rows.append((line.at, line.plan_id, line.unit, paid_for, epsilon, total))
         heads = ("paid at", "plan", "unit", "for", "epsilon", "in all")
         return "\n".join([table(rows, heads), spent, f"Head: {self.head}"])
 
@@ -82,7 +83,8 @@ def account(ledger: Ledger) -> Account:
     drawn_kinds: dict[str, list[str]] = {}
     for entry in entries:
         if isinstance(entry.record, Draw):
-            drawn_kinds.setdefault(entry.record.debit, []).append(entry.record.kind)
+            kinds = drawn_kinds.setdefault(entry.record.debit, [])
+            kinds.append(entry.record.kind)
     # One step a debit, in their order: a later plan may depend on what an earlier one released, so that they compose
     # adaptively.
     steps: list[tuple[Mechanism, ...]] = []

@@ -78,20 +78,22 @@ class Guard:
         heads = (genesis, *digests)
         anchors = {path: _read(path) for path in self.anchors}
         for path, anchor in anchors.items():
-            is_shorter = len(heads) <= anchor.num_entries
-            if is_shorter or heads[anchor.num_entries] != anchor.head_digest:
-                _refuse(f"its anchor {path.name}", anchor.num_entries, anchor.head_digest, digests)
+            num_entries = anchor.num_entries
+            is_shorter = len(heads) <= num_entries
+            if is_shorter or heads[num_entries] != anchor.head_digest:
+                _refuse(f"its anchor {path.name}", num_entries, anchor.head_digest, digests)
         for chain in self.chains:
             # A ledger with fewer records than the submission names fails here too, since its beginning is shorter.
             if tuple(digests[: len(chain)]) != chain:
                 _refuse("a submission in the outbox", len(chain), chain[-1], digests)
         # Only now is anything written: a ledger that is refused must leave its anchors as they are.
         for path, anchor in anchors.items():
-            if anchor.num_entries < len(digests):
-                try:
-                    _write(path, len(digests), heads[-1])
-                except OSError as error:
-                    raise unwritable(path, error) from error
+            if anchor.num_entries == len(digests):
+                continue
+            try:
+                _write(path, len(digests), heads[-1])
+            except OSError as error:
+                raise unwritable(path, error) from error
 
     def record(self, num_entries: int, head_digest: str) -> None:
         """Write the head to every anchor; call it once the record is durable and before anything is drawn for it.

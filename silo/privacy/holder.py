@@ -163,7 +163,8 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     require_file(path, "this site's privacy ledger", MADE_BY_INIT)
     # This site's own statement as its policy is now, which may be stricter than the one that was written down.
     sites = _read(path).with_site(_statement(site, settings, policy))
-    return Ledger(path, budget=sites.budget, unit=sites.unit, guard=_guard(site, settings, sites))
+    guard = _guard(site, settings, sites)
+    return Ledger(path, budget=sites.budget, unit=sites.unit, guard=guard)
 
 
 def note_site(site: Site, policy: Policy) -> None:
@@ -186,13 +187,17 @@ def _guard(site: Site, settings: SiloSettings, sites: Sites) -> Guard:
 
 
 def _statement(site: Site, settings: SiloSettings, policy: Policy) -> SiteStatement:
+    privacy = policy.privacy
     anchor = site.anchor_path_in(settings)
+    anchor_text = None
+    if anchor:
+        anchor_text = str(anchor)
     return SiteStatement(
         silo_id=settings.silo_id,
         root_digest=settings.root_digest,
-        budget=Budget(epsilon=policy.privacy.budget_epsilon, delta=policy.privacy.budget_delta),
-        unit=policy.privacy.unit,
-        anchor=str(anchor) if anchor else None,
+        budget=Budget(epsilon=privacy.budget_epsilon, delta=privacy.budget_delta),
+        unit=privacy.unit,
+        anchor=anchor_text,
     )
 
 

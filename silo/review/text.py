@@ -71,7 +71,10 @@ def _isolation_note(isolation: str) -> str:
 
 
 def _files(files: tuple[OutgoingFile, ...]) -> str:
-    rows = [(file.path, human_bytes(file.bytes), file.privacy, file.digest[:16]) for file in files]
+    rows = []
+    for file in files:
+        digest_start = file.digest[:16]
+        rows.append((file.path, human_bytes(file.bytes), file.privacy, digest_start))
     return table(rows, ("file", "size", "privacy", "sha256"))
 
 

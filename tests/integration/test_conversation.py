@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from aggregator.transfer.delivery import SiloDelivery, TransferLimits, is_plan_finished, load_bundle
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
+from aggregator.transfer.receipts_folder import is_plan_finished
 from ddm.errors import DigestError, FormatError, PolicyError, ReplayError, UnsafePathError
 from ddm.transport.messages import (
     BundleProgress,

@@ -17,7 +17,7 @@ from tuf.api.metadata import TargetFile, Targets
 from aggregator.intake import service as taking_in
 from aggregator.intake.own_files import FederationFilesError
 from aggregator.membership.registry import card_of, signing_key
-from aggregator.transfer.delivery import is_plan_finished
+from aggregator.transfer.receipts_folder import is_plan_finished
 from ddm.errors import (
     DocumentError,
     LedgerError,

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.transfer.delivery import (
-    SiloDelivery,
-    TransferLimits,
-    count_unsigned,
-    read_unsigned_count,
-)
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits
+from aggregator.transfer.receipts_folder import count_unsigned, read_unsigned_count
 from ddm.errors import FormatError
 from ddm.transport.messages import (
     MAX_SUBMISSIONS,

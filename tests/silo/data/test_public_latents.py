@@ -8,7 +8,7 @@ import torch
 from aggregator.intake.inventory import take_inventory
 from ddm import open_ensemble
 from ddm.encoders.public_autoencoder import CONFIG, WEIGHTS
-from ddm.errors import SetupError
+from ddm.errors import DigestError, SetupError
 from ddm.footprint import encoding_bytes, file_bytes, inspection_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import fit_public_parts
@@ -18,6 +18,7 @@ from ddm.protocol.latent import AUTOENCODER_PATH, DiffusersKlLatent
 from silo.data.latents import keep_latents, training_inputs
 from tests.support.autoencoders import SD, write_autoencoder
 from tests.support.cohorts import cohort_at
+from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, images, recipe
 
 LAYOUT = SD | {"latent_channels": 2}
@@ -45,6 +46,22 @@ def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_config
     with torch.no_grad():
         expected = theirs.encode(fitted.images.fitted).latent_dist.mode() * 0.18215
     torch.testing.assert_close(fitted.images.seen, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_plan_is_not_drafted_when_the_weights_changed_after_they_encoded_the_images(
+    tmp_path: Path,
+) -> None:
+    """The plan would name weights that give other latents than those its sketch and clusters were fitted on."""
+    write_autoencoder(tmp_path / "vae", LAYOUT, channels=(8, 8), images=1)
+    chosen = recipe(latent=asked(tmp_path / "vae"))
+    networks = open_networks(chosen)
+    weights = tmp_path / "vae" / WEIGHTS
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    public = torch.from_numpy(images(120, 0.1, seed=0))
+    with pytest.raises(DigestError, check=has_subject("weights of the autoencoder")):
+        fit_public_parts(chosen, networks, public, tmp_path / "plan-files")
 
 
 @pytest.mark.slow
