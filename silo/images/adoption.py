@@ -35,7 +35,9 @@ def adopt_decisions(source_folder: Path, folder: Path) -> int:
         SetupError: the decisions there are damaged.
         OSError: something cannot be read or written.
     """
-    if not (source_folder / decisions.FILE).is_file() or not (source_folder / KEY_FILE).is_file():
+    has_decisions = (source_folder / decisions.FILE).is_file()
+    has_key = (source_folder / KEY_FILE).is_file()
+    if not (has_decisions and has_key):
         return 0
     private_folder(folder)
     with locked(source_folder, "scan"):

@@ -66,7 +66,8 @@ def scan_images(
     if as_json:
         say(json.dumps(summary.as_json()))
     else:
-        say(report(summary, source.folder, of_site=of_site, review_command=review_command))
+        text = report(summary, source.folder, of_site=of_site, review_command=review_command)
+        say(text)
     # After the report, which says why nothing was accepted and what to do.
     summary.require_accepted(is_reported=not as_json)
     if sheet is not None:
@@ -111,7 +112,8 @@ def image_source(
         source = replace(source, data=data.absolute())
     if private is not None:
         source = replace(source, folder=private)
-    return replace(source, settings=source.settings.model_copy(update=changes))
+    changed = source.settings.model_copy(update=changes)
+    return replace(source, settings=changed)
 
 
 def review_command_of(site: Path | None, data: Path | None, private: Path | None) -> str:
@@ -146,7 +148,9 @@ def files_progress(source: ImageSource) -> Iterator[Callable[[int], None]]:
 def show(summary: Summary, site: Site) -> None:
     """Print what a scan of a site found."""
     review_command = review_command_of(site.path, None, None)
-    say(report(summary, site.private / FOLDER, of_site=True, review_command=review_command))
+    folder = site.private / FOLDER
+    text = report(summary, folder, of_site=True, review_command=review_command)
+    say(text)
 
 
 def read_columns(options: list[str]) -> dict[ColumnName, str]:
@@ -162,7 +166,8 @@ def read_columns(options: list[str]) -> dict[ColumnName, str]:
         if name is None or not equals or not column or name in columns:
             expected = f"NAME=COLUMN, each name once, of {', '.join(COLUMNS)}"
             remedy = "Write the name from this list before the equals sign, such as --column label=finding."
-            raise SetupError("--column", expected=expected, got=repr(option[:40]), remedy=remedy)
+            got = repr(option[:40])
+            raise SetupError("--column", expected=expected, got=got, remedy=remedy)
         columns[name] = column
     return columns
 

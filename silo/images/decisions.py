@@ -100,7 +100,8 @@ class Decisions:
             return None
         query = "select flags, decision from decisions where pixels = ?"
         with _readable(self._path):
-            rows = self._database.execute(query, (record.pixels,)).fetchall()
+            cursor = self._database.execute(query, (record.pixels,))
+            rows = cursor.fetchall()
         decision_by_flags = dict(rows)
         if Decision.LEAVE_OUT in decision_by_flags.values():
             return Decision.LEAVE_OUT
@@ -168,7 +169,8 @@ class Decisions:
             return record
         with _readable(self._path):
             query = "select head from series where pseudonym = ?"
-            row = self._database.execute(query, (record.slice.series,)).fetchone()
+            cursor = self._database.execute(query, (record.slice.series,))
+            row = cursor.fetchone()
         # A scan that was not judged yet counts as one of a head.
         if row is not None and not row[0]:
             return record

@@ -32,7 +32,9 @@ def drawn(picture: Picture, *, window: bool) -> bytes:
         values = values[:1]
     low, high = _bounds(picture, values, window)
     if values.ndim == 4:
-        image = _drawn_volume(values, picture.spacing or (1.0, 1.0, 1.0), low, high)
+        # Without a spacing in the file, voxels are drawn as cubes.
+        spacing = picture.spacing or (1.0, 1.0, 1.0)
+        image = _drawn_volume(values, spacing, low, high)
     else:
         image = Image.fromarray(_tones(values, low, high))
         image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.BOX)
@@ -54,7 +56,9 @@ def _bounds(picture: Picture, values: NDArray[np.generic], window: bool) -> tupl
         sampled = flat[::step].astype(np.float64)
         low, high = np.percentile(sampled, _PERCENTILES)
         return float(low), float(high)
-    return float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
+    return low, high
 
 
 def _tones(image_CHW: NDArray[np.generic], low: float, high: float) -> NDArray[np.uint8]:
@@ -108,7 +112,10 @@ def _middle_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]
 def _brightest_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]]:
     """Return the brightest values along each axis, the top of the body up."""
     upright = values_CDHW[:, ::-1]
-    return [values_CDHW.max(1), upright.max(2), upright.max(3)]
+    axial = values_CDHW.max(1)
+    coronal = upright.max(2)
+    sagittal = upright.max(3)
+    return [axial, coronal, sagittal]
 
 
 def _fitted(tones: NDArray[np.uint8], spacing: tuple[float, float], side: int) -> Image.Image:

@@ -80,7 +80,9 @@ class PreviewSelection:
 
     def take(self, image: ScannedImage) -> None:
         """Consider an image of a scan."""
-        if image.reason is not None or image.record is None or image.place is None:
+        if image.reason is not None:
+            return
+        if image.record is None or image.place is None:
             return
         pixels = image.record.pixels
         rank = -int(pixels, 16)

@@ -71,8 +71,11 @@ def _accepted(summary: Summary) -> list[str]:
     rows = []
     for kind, values in sorted(summary.intensities.items()):
         mean = values.total_of_means / values.num
-        rows.append((kind, values.num, f"{values.low:g}", f"{values.high:g}", f"{mean:.4g}"))
-    paragraphs.append(table(rows, ("values", "images", "lowest", "highest", "mean")))
+        low = f"{values.low:g}"
+        high = f"{values.high:g}"
+        rows.append((kind, values.num, low, high, f"{mean:.4g}"))
+    heads = ("values", "images", "lowest", "highest", "mean")
+    paragraphs.append(table(rows, heads))
     if summary.labels:
         paragraphs.append(_counts(summary.labels, "label"))
     if summary.parts:

@@ -112,7 +112,8 @@ class Review:
                 # Pictures that the decoder refused are not used anyway, so that there is nothing to decide.
                 if record.reason is None:
                     flagged = self._decisions.flagged(record)
-                    numbers.append(self._add(ReviewPicture(file_path, place, flagged)))
+                    picture = ReviewPicture(file_path, place, flagged)
+                    numbers.append(self._add(picture))
         return sorted(set(numbers))
 
     def include_copies(self, memory: ScanMemory, numbers: Iterable[int]) -> None:
@@ -120,7 +121,8 @@ class Review:
         pixels = {self.pictures[number].record.pixels for number in numbers}
         for path, place, record in memory.with_pixels(pixels):
             if record.reason is None:
-                self._add(ReviewPicture(path, place, self._decisions.flagged(record)))
+                flagged = self._decisions.flagged(record)
+                self._add(ReviewPicture(path, place, flagged))
 
     def on_sheet(self, sheet: Sequence[SheetPicture], number: int) -> int:
         """Return the number in this review of a picture by its number on a preview sheet.
@@ -160,7 +162,8 @@ class Review:
     @property
     def counts(self) -> dict[str, int]:
         """How many pictures wait, are cleared and are left out."""
-        return {state: len(self.listed(state)) for state in (WAITING, *Decision)}
+        states = (WAITING, *Decision)
+        return {state: len(self.listed(state)) for state in states}
 
     @property
     def can_undo(self) -> bool:

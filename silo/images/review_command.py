@@ -170,4 +170,5 @@ def _named(
 
 
 def _row(picture: ReviewPicture) -> tuple[str, str, str]:
-    return picture.path, str(picture.place), ", ".join(picture.record.flags)
+    flags = ", ".join(picture.record.flags)
+    return picture.path, str(picture.place), flags

@@ -213,7 +213,8 @@ class ScannedImages:
         order_key = self.source.order_key
         rank = None
         if image.row is not None:
-            rank = order_of(image.row.patient, order_key, self.source.patient_rule)
+            patient = image.row.patient
+            rank = order_of(patient, order_key, self.source.patient_rule)
         return rank or image.order or order_of(self.patient(image), order_key)
 
     def decoded(self) -> Iterator[tuple[ScannedImage, Picture | None]]:
@@ -237,7 +238,8 @@ class ScannedImages:
                     yield DecodeJob(file.path, file.files, file.num_bytes)
 
         images: Iterator[ScannedImage] | None = None  # of the file in hand, as the scan knows them
-        for answer in decode_files(jobs(), self._decoder_options(with_values=True)):
+        options = self._decoder_options(with_values=True)
+        for answer in decode_files(jobs(), options):
             if images is None:
                 images = self._images_of(*in_work[0])
             if isinstance(answer, DecodedImage):
@@ -297,7 +299,8 @@ class ScannedImages:
             return replace(image, reason=Reason.OTHER_PART)
         detail = record.detail
         # A single flag is the reason itself.
-        if not detail and (reason != record.verdict or len(record.flags) > 1):
+        reason_says_all = reason == record.verdict and len(record.flags) <= 1
+        if not detail and not reason_says_all:
             detail = ", ".join(record.flags)
         return replace(image, reason=reason, detail=detail)
 

@@ -68,9 +68,9 @@ def _routes(
     async def state(request: Request) -> Response:
         query = request.query_params
         start = _number(query.get("start", "0"))
-        return json_response(
-            _page_state(review, viewer, query.get("show", WAITING), query.get("flag", ""), start)
-        )
+        shown = query.get("show", WAITING)
+        flag = query.get("flag", "")
+        return json_response(_page_state(review, viewer, shown, flag, start))
 
     async def picture(request: Request) -> Response:
         number = _number(request.path_params["number"])
@@ -94,7 +94,8 @@ def _routes(
         if any(number >= len(review.pictures) for number in numbers):
             return PlainTextResponse("no such picture\n", status_code=400)
         if decision_request.together:
-            numbers = list(chain.from_iterable(map(review.with_others, numbers)))
+            groups = [review.with_others(number) for number in numbers]
+            numbers = list(chain.from_iterable(groups))
         decision = None
         if decision_request.decision is not None:
             decision = Decision(decision_request.decision)
@@ -109,7 +110,11 @@ def _routes(
         end()
         return json_response({})
 
-    routes = [*static_routes(_FILES), Route("/state", state), Route("/picture/{number}", picture)]
+    routes = [
+        *static_routes(_FILES),
+        Route("/state", state),
+        Route("/picture/{number}", picture),
+    ]
     return routes, {"decide": decide, "undo": undo, "done": done}
 
 

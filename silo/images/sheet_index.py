@@ -44,9 +44,9 @@ def write_index(pictures: Sequence[SheetPicture], *paths: Path) -> None:
     rows.writerow(_COLUMNS)
     for number, picture in enumerate(pictures, 1):
         rows.writerow((number, quote_cell(picture.path), picture.place, picture.pixels))
+    # Names of files may hold any bytes.
+    content = text.getvalue().encode("utf-8", "surrogateescape")
     for path in paths:
-        # Names of files may hold any bytes.
-        content = text.getvalue().encode("utf-8", "surrogateescape")
         write_atomic(path, content, mode=0o600)
 
 
@@ -65,10 +65,12 @@ def read_index(folder: Path) -> list[SheetPicture]:
     text = read_bounded(path, _MAX_BYTES).decode("utf-8", "surrogateescape")
     rows = csv.DictReader(StringIO(text, newline=""))
     try:
-        return [
-            SheetPicture(unquote_cell(row["path"]), int(row["image"]), row["pixels"])
-            for row in rows
-        ]
+        pictures = []
+        for row in rows:
+            file_path = unquote_cell(row["path"])
+            place = int(row["image"])
+            pictures.append(SheetPicture(file_path, place, row["pixels"]))
+        return pictures
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         remedy = "Delete it, and draw the sheet again: silo scan --preview."
         raise SetupError(

@@ -82,7 +82,8 @@ class ImageSource:
         Raises:
             MissingFileError, DataError: see `ddm.images.find.find_data`.
         """
-        return find_data(self.data, self.settings.columns, outside=self.settings.outside)
+        settings = self.settings
+        return find_data(self.data, settings.columns, outside=settings.outside)
 
     def arrays(self, data: DataSet) -> ImageArrays:
         """Return the rows of arrays that belong to parts that are used.

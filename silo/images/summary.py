@@ -258,7 +258,8 @@ class Summary:
                 "images. Name any other CSV itself as --data; save a spreadsheet as CSV (UTF-8) first."
             )
         remarks += self._range_remarks()
-        num_constant = sum(intensities.num_constant for intensities in self.intensities.values())
+        nums_constant = [values.num_constant for values in self.intensities.values()]
+        num_constant = sum(nums_constant)
         if num_constant:
             remarks.append(f"{num_constant} images have one value everywhere.")
         if self.tiny_classes:

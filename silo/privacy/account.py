@@ -94,21 +94,25 @@ def account(ledger: Ledger) -> Account:
         if not isinstance(debit, Debit):
             continue
         steps.append(tuple(debit.mechanisms.values()))
+        drawn = drawn_kinds.get(entry.digest, [])
         line = AccountLine(
             at=f"{debit.at:%Y-%m-%d %H:%M}Z",
             plan_id=debit.plan_id,
             unit=debit.unit,
             mechanisms=tuple(sorted(debit.mechanisms)),
-            drawn=tuple(sorted(drawn_kinds.get(entry.digest, ()))),
+            drawn=tuple(sorted(drawn)),
             # As if it were the only one. The total is at most the sum of these, since composition costs less.
             epsilon=adaptive_epsilon(steps[-1:], delta),
             total=adaptive_epsilon(steps, delta),
         )
         lines.append(line)
+    spent = 0.0
+    if lines:
+        spent = lines[-1].total
     return Account(
         lines=tuple(lines),
         budget_epsilon=ledger.budget.epsilon,
         delta=delta,
-        spent=lines[-1].total if lines else 0.0,
+        spent=spent,
         head=ledger.head[0],
     )

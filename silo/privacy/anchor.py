@@ -138,14 +138,14 @@ def _refuse(witness: str, num: int, last: str, digests: Sequence[str]) -> None:
 
 
 def _write(path: Path, num_entries: int, head_digest: str) -> None:
-    write_atomic(
-        path, Anchor(num_entries=num_entries, head_digest=head_digest).encode(), mode=0o600
-    )
+    anchor = Anchor(num_entries=num_entries, head_digest=head_digest)
+    write_atomic(path, anchor.encode(), mode=0o600)
 
 
 def _read(path: Path) -> Anchor:
     try:
-        return Anchor.parse(path.read_bytes(), subject="ledger anchor", limit=_MAX_BYTES)
+        data = path.read_bytes()
+        return Anchor.parse(data, subject="ledger anchor", limit=_MAX_BYTES)
     except (OSError, DocumentError) as error:
         got = f"a file that is missing or damaged ({type(error).__name__})"
         remedy = "Mount the disk that holds it, or restore it from backup; silo.toml names it, ledger.anchor."

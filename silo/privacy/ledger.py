@@ -169,7 +169,8 @@ class Ledger:
             LedgerError: no debit covers it, it was drawn before, or the ledger is damaged.
         """
         with self._locked() as entries:
-            covering = [entry for entry in _debit_entries(entries) if entry.digest == debit.digest]
+            debits = _debit_entries(entries)
+            covering = [entry for entry in debits if entry.digest == debit.digest]
             if not covering or kind not in _as_debit(covering[0]).mechanisms:
                 expected = f"a debit of {kind} with digest {debit.digest[:16]} in this ledger"
                 raise LedgerError("draw", expected=expected, got="no such debit")
@@ -247,7 +248,8 @@ class Ledger:
         if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
             expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
             raise LedgerError("ledger", expected=expected, got=f"{len(entries)} records")
-        steps = [_step(_as_debit(entry).mechanisms) for entry in _debit_entries(entries)]
+        debits = [_as_debit(entry) for entry in _debit_entries(entries)]
+        steps = [_step(debit.mechanisms) for debit in debits]
         steps.append(_step(mechanisms))
         epsilon = adaptive_epsilon(steps, self.budget.delta)
         # Not `>`, so that an epsilon that is no number is refused.
