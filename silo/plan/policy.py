@@ -172,8 +172,8 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[Broken
     training = plan.expert.training
     architecture = plan.expert.architecture.kind
     if architecture not in allowed.architectures:
-        expected = " or ".join(allowed.architectures) or "none"
-        yield BrokenRule("architecture", expected, architecture)
+        allowed_names = " or ".join(allowed.architectures) or "none"
+        yield BrokenRule("architecture", allowed_names, architecture)
     num_experts = max_experts_per_silo(plan)
     numbers = (
         ("experts of one silo", num_experts, "max_experts"),
