@@ -115,5 +115,11 @@ class Signer:
 def site_settings(site: Path, silo_id: str = "north") -> None:
     """What `silo init` writes, as far as the courier reads it: silo.toml and a copy of the root beside its key."""
     (site / "courier").mkdir(parents=True, exist_ok=True)
-    text = f'silo_id = "{silo_id}"\ndata = "-"\nfederation = "digits"\naddress = "-"\nroot_digest = "{"0" * 64}"\n'
-    (site / "silo.toml").write_text(text)
+    lines = (
+        f'silo_id = "{silo_id}"',
+        'data = "-"',
+        'federation = "digits"',
+        'address = "fed.example:9092"',
+        f'root_digest = "{"0" * 64}"',
+    )
+    (site / "silo.toml").write_text("".join(f"{line}\n" for line in lines))
