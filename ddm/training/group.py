@@ -15,6 +15,7 @@ of its own is one of another process's.
 import json
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +42,8 @@ _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 # The meeting points of another training, in whose shell a command was typed perhaps. With the last one, NCCL takes
 # connections from whoever knows a constant, and otherwise from whoever knows a random number of this training.
 _MEETING_POINTS = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID")
+# With it gloo connects when it sends, after the connections were compared.
+_LATE_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,10 @@ def _member(
 
 
 def enter_group_environment(member: Member) -> None:
-    """Set the variables that accelerate and torch read, and remove those that would lead to another training."""
+    """Set the variables that accelerate and torch read, and remove those that would lead to somebody else."""
     import torch
 
-    for name in _MEETING_POINTS:
+    for name in (*_MEETING_POINTS, _LATE_CONNECTIONS):
         os.environ.pop(name, None)
     local_rank = member.local_rank
     if torch.cuda.is_available():
@@ -187,6 +190,15 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
             remedy="On one machine, check that `ip address show lo` is up with 127.0.0.1, and that a service's rules "
             "allow AF_INET; on several, name the network between them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         ) from error
+    num_others = member.num - 1
+    if sys.platform == "linux" and len(connections) < num_others:
+        # Where the kernel does not list them, nothing is known of their other ends.
+        raise TrustError(
+            member.name,
+            expected=f"at least {num_others} connections, as gloo has one with each other process",
+            got=f"{len(connections)}, as the kernel lists them in /proc/self/net/tcp",
+            remedy="Train where Linux itself runs the processes, or set training.processes = 1.",
+        )
     if has_stranger(connections, of_all):
         raise TrustError(
             member.name,

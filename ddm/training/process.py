@@ -69,7 +69,7 @@ def train_folder(folder: JobFolder, launch_id: str | None, stop: threading.Event
     """
     # Before anything in the folder is believed or written: other users of the machine, or of the file system that
     # several machines see, may have made it.
-    if folder.path.exists():
+    if os.path.lexists(folder.path):
         try:
             require_own_folder(folder.path)
         except UnsafePathError as error:
