@@ -2,12 +2,14 @@
 
 import io
 import os
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +39,7 @@ from tests.support.federation import (
     recipe,
     write_policy,
 )
+from tests.support.forked import fork_process, wait_for_exit
 from tests.support.processes import is_running
 from tests.support.publishing import publish_unchecked
 from tests.support.waiting import LIMIT_S
@@ -584,15 +587,6 @@ def test_with_batch_1_sample_i_has_the_same_bytes_for_any_num(
     assert images[3].tobytes() == images[20][:3].tobytes()
 
 
-FULL_DISK = """
-import resource, signal, sys
-from ddm.cli.main import main
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-main()
-"""
-
-
 def test_full_disk_leaves_the_old_samples_whole(
     run: Run, look: list[object], tmp_path: Path
 ) -> None:
@@ -600,19 +594,18 @@ def test_full_disk_leaves_the_old_samples_whole(
     words = (*look, "--steps", 1, "--out", out)
     assert run("ddm", "sample", *words, "--num", 2).code == 0
     before = out.read_bytes()
-    # In a process of its own: the limit would stop this one's output as well.
-    command = [
-        sys.executable,
-        "-c",
-        FULL_DISK,
-        "sample",
-        *(str(word) for word in words),
-        "--num",
-        "128",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 8
-    assert "room" in result.stderr
+
+    def sample_on_a_full_disk() -> None:
+        # The limit holds for this process, whose output goes into a file as well.
+        errors = io.StringIO()
+        with redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            run_app(APPS["ddm"], ["sample", *map(str, words), "--num", "128"])
+        assert ended.value.code == 8
+        assert "room" in errors.getvalue()
+
+    assert wait_for_exit(fork_process(sample_on_a_full_disk)) == 0
     assert out.read_bytes() == before
     assert not list(tmp_path.glob(".*.part"))
 

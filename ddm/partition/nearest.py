@@ -8,11 +8,12 @@ anywhere.
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from ddm.system.devices import computes_in_bf16, processor_by_amd
@@ -111,7 +112,7 @@ class NearestCentroid:
             workers = ThreadPoolExecutor(
                 num_threads, initializer=torch.set_num_threads, initargs=(1,)
             )
-            with threadpool_limits(1, user_api="blas"), workers as pool:
+            with _loaded_libraries().limit(limits=1, user_api="blas"), workers as pool:
                 # The list waits for all of them, and raises what any raised.
                 list(pool.map(find_in_blocks, range(num_threads)))
         finally:
@@ -286,3 +287,9 @@ def _in_two(value: Tensor, dtype: torch.dtype) -> Tensor:
     high = value.to(dtype)
     low = (value - high.float()).to(dtype)
     return torch.stack([high, low], 1)
+
+
+@cache
+def _loaded_libraries() -> ThreadpoolController:
+    """The libraries of this process that compute in threads; to look for them takes longer than many a search."""
+    return ThreadpoolController()
