@@ -260,7 +260,9 @@ def _draw_labels(condition: Condition, texts: Tensor | None, uniform_B: Tensor) 
     choice_B = (share_B * len(choices)).long().clamp(max=len(choices) - 1)
     num_inner = choices.dim() - 1
     is_dropped = (uniform_B < drop).view(-1, *[1] * num_inner)
-    null = -1 if choices.dim() == 1 else 0
+    null = 0
+    if choices.dim() == 1:
+        null = -1
     return choices[choice_B].masked_fill_(is_dropped, null)
 
 

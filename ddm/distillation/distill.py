@@ -214,4 +214,6 @@ def _by_posterior(ensemble: Ensemble, data: DistillationData, *, drawn: bool) ->
         expert_B = draw_expert(whole_mixture(x_B, batch), uniform_B)
         return one_hot(expert_B, len(ensemble.experts))
 
-    return drawn_expert if drawn else whole_mixture
+    if drawn:
+        return drawn_expert
+    return whole_mixture

@@ -87,19 +87,24 @@ class Posterior:
                 x_B, t_B, chunk_size=self.together, condition_B=condition_B
             )
             return log_w_BK.double().exp()
-        label_B = torch.full((len(x_B),), _NO_CLASS) if condition_B is None else condition_B.cpu()
-        labels, w_BK = torch.unique(label_B).tolist(), None
+        num_samples = len(x_B)
+        if condition_B is None:
+            label_B = torch.full((num_samples,), _NO_CLASS)
+        else:
+            label_B = condition_B.cpu()
+        weights_BK: Tensor | None = None
         # Class by class, because each has its own prior of experts.
-        for label in labels:
+        for label in torch.unique(label_B).tolist():
             rows = (label_B == label).nonzero()[:, 0]
-            own = (
-                self.of_class[label]
-                .posterior(x_B[rows], t_B[rows], chunk_size=self.together)
-                .double()
-            )
-            w_BK = own.new_empty(len(x_B), own.shape[1]) if w_BK is None else w_BK
-            w_BK[rows] = own
-        return torch.empty(0, 0) if w_BK is None else w_BK
+            branch = self.of_class[label]
+            own_BK = branch.posterior(x_B[rows], t_B[rows], chunk_size=self.together).double()
+            if weights_BK is None:
+                num_experts = own_BK.shape[1]
+                weights_BK = own_BK.new_empty(num_samples, num_experts)
+            weights_BK[rows] = own_BK
+        if weights_BK is None:
+            return torch.empty(0, 0)
+        return weights_BK
 
 
 def _class_branch(ensemble: Ensemble, label: int) -> Branch:
@@ -120,7 +125,10 @@ def _branch(
     shares_known: bool,
 ) -> Branch:
     # A text's shares are unknown to a release, so the experts' priors stand in where the router has not learned them.
-    declared = None if shares_known else ensemble.prior
+    if shares_known:
+        declared = None
+    else:
+        declared = ensemble.prior
     request = ConditionRequest(condition=condition, condition_prior=declared)
     sampled = SampledEnsemble(
         ensemble.condition, ensemble.router, ensemble.prior, ensemble.class_prior

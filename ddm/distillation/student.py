@@ -128,7 +128,9 @@ class Student(Document):
     @model_validator(mode="after")
     def _latents_are_decoded(self) -> "Student":
         if isinstance(self.latent, Autoencoder) != (self.autoencoder is not None):
-            needed = "an autoencoder" if self.autoencoder is None else "no autoencoder"
+            needed = "no autoencoder"
+            if self.autoencoder is None:
+                needed = "an autoencoder"
             raise ValueError(f"the latent {self.latent.kind} needs {needed} beside it")
         misfit = self.latent.misfit(self.data.shape)
         if misfit:

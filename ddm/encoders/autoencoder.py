@@ -213,21 +213,20 @@ class AutoencoderKl:
         on_progress: Progress | None,
         replacement: float | None,
     ) -> None:
-        if tuple(inputs.shape[1:]) != shape:
-            raise ShapeError(
-                "autoencoder's input", expected=str(shape), got=str(tuple(inputs.shape[1:]))
-            )
+        """Write what `call` makes of inputs of one shape into `target`, block by block."""
+        input_shape = tuple(inputs.shape[1:])
+        if input_shape != shape:
+            raise ShapeError("autoencoder's input", expected=str(shape), got=str(input_shape))
         self.net.to(self.device)
         for start in range(0, len(inputs), self.block):
-            x_B = inputs[start : start + self.block].to(self.device, torch.float32)
-            num = len(x_B)
+            stop = min(start + self.block, len(inputs))
+            num = stop - start
+            x_B = inputs[start:stop].to(self.device, torch.float32)
             padding = x_B[-1:].expand(self.block - num, *shape)
             outputs = call(torch.cat([x_B, padding]))[:num]
-            target[start : start + len(x_B)] = replace_non_finite(
-                outputs.float().cpu(), replacement, _not_finite
-            )
+            target[start:stop] = replace_non_finite(outputs.float().cpu(), replacement, _not_finite)
             if on_progress:
-                on_progress(start + len(x_B), len(inputs))
+                on_progress(stop, len(inputs))
 
 
 def _not_finite() -> NumericalError:

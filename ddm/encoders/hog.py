@@ -164,12 +164,15 @@ def _histograms(images: Tensor, cells: int) -> Tensor:
     down = padded[:, :, 2:, 1:-1] - padded[:, :, :-2, 1:-1]
     length = torch.hypot(right, down)
     # A gradient's direction in units of the histogram, over half a turn.
-    direction = (torch.atan2(down, right) % pi) * (HOG_DIRECTIONS / pi)
+    angle = torch.atan2(down, right) % pi
+    direction = angle * (HOG_DIRECTIONS / pi)
     below = direction.floor()
     index = below.long() % HOG_DIRECTIONS
     upper_share = length * (direction - below)
 
-    by_direction = images.new_zeros(len(images), HOG_DIRECTIONS, *images.shape[2:])
+    num_images, num_channels, height, width = images.shape
+    by_direction = images.new_zeros(num_images, HOG_DIRECTIONS, height, width)
     by_direction.scatter_add_(1, index, length - upper_share)
     by_direction.scatter_add_(1, (index + 1) % HOG_DIRECTIONS, upper_share)
-    return F.adaptive_avg_pool2d(by_direction / images.shape[1], cells).sqrt()
+    pooled = F.adaptive_avg_pool2d(by_direction / num_channels, cells)
+    return pooled.sqrt()

@@ -51,7 +51,8 @@ class PcaEncoder:
         centred_ND = images.flatten(1).double() - mean_D
         spread_R = (centred_ND @ basis_RD.T).norm(dim=0)
         length_R = (spread_R[0] / spread_R).sqrt()
-        return cls(mean_D=mean_D.float(), basis_RD=(basis_RD * length_R[:, None]).float())
+        scaled_RD = basis_RD * length_R[:, None]
+        return cls(mean_D=mean_D.float(), basis_RD=scaled_RD.float())
 
     @property
     def dim(self) -> int:
@@ -75,20 +76,20 @@ class PcaEncoder:
         Raises:
             ShapeError: the images are of another size than those it was fitted on.
         """
-        if len(images.shape) < 2 or prod(images.shape[1:]) != len(self.mean_D):
-            raise ShapeError(
-                "image size",
-                expected=f"{len(self.mean_D)} values",
-                got=f"shape {tuple(images.shape[1:])}",
-            )
+        num_values = len(self.mean_D)
+        if len(images.shape) < 2 or prod(images.shape[1:]) != num_values:
+            got = f"shape {tuple(images.shape[1:])}"
+            raise ShapeError("image size", expected=f"{num_values} values", got=got)
         features_NR = torch.empty(len(images), self.dim)
-        size = _block_size(len(self.mean_D))
+        size = _block_size(num_values)
         for start in range(0, len(images), size):
             x_BD = images[start : start + size].flatten(1).float()
             num = len(x_BD)
             # A product rounds differently for other numbers of rows, so the last block is filled up.
-            full_BD = torch.cat([x_BD, x_BD[-1:].expand(size - num, -1)])
-            features_BR = (full_BD - self.mean_D) @ self.basis_RD.T
+            padding = x_BD[-1:].expand(size - num, -1)
+            full_BD = torch.cat([x_BD, padding])
+            centred_BD = full_BD - self.mean_D
+            features_BR = centred_BD @ self.basis_RD.T
             features_NR[start : start + num] = features_BR[:num]
         if replacement is None:
             return features_NR
@@ -106,14 +107,17 @@ class PcaEncoder:
 
 def pca_specs(data: DataSpec, dim: int) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored encoder for images of `data`."""
-    return {"mean": TensorSpec("F32", (data.dim,)), "basis": TensorSpec("F32", (dim, data.dim))}
+    mean = TensorSpec("F32", (data.dim,))
+    basis = TensorSpec("F32", (dim, data.dim))
+    return {"mean": mean, "basis": basis}
 
 
 def _block_size(dim: int) -> int:
     """Return the number of images in a block: a smaller power of two where they are large."""
     if dim >= _BLOCK_VALUES:
         return 1
-    largest_power = 1 << ((_BLOCK_VALUES // dim).bit_length() - 1)
+    num_affordable = _BLOCK_VALUES // dim
+    largest_power = 1 << (num_affordable.bit_length() - 1)
     return min(_BLOCK, largest_power)
 
 
@@ -145,5 +149,7 @@ def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:
             got=f"{len(images)} images that span {num_spanned}",
         )
     basis_RD = basis[:dim]
-    peak_R = basis_RD.gather(1, basis_RD.abs().argmax(1, keepdim=True))
-    return mean_D, (basis_RD * peak_R.sign()).contiguous()
+    place_of_peak_R1 = basis_RD.abs().argmax(1, keepdim=True)
+    peak_R1 = basis_RD.gather(1, place_of_peak_R1)
+    signed_RD = basis_RD * peak_R1.sign()
+    return mean_D, signed_RD.contiguous()

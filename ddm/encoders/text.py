@@ -367,7 +367,10 @@ def _text_tower(settings: dict[str, Any]) -> tuple[Any, Any]:
             config_class = _config_class(settings)
 
     is_text_encoder = config_class in MODEL_FOR_TEXT_ENCODING_MAPPING
-    mapping = MODEL_FOR_TEXT_ENCODING_MAPPING if is_text_encoder else MODEL_MAPPING
+    if is_text_encoder:
+        mapping = MODEL_FOR_TEXT_ENCODING_MAPPING
+    else:
+        mapping = MODEL_MAPPING
     model_class: Any = mapping.get(config_class, None)
     if isinstance(model_class, tuple):
         model_class = model_class[0]

@@ -116,7 +116,10 @@ def open_parts(path: Path) -> Mapping[str | None, ImageArrays]:
     if path.suffix == ".parquet":
         return _open_parquet((path,))
     if path.suffix == ".npy":
-        name: Name = "latents" if path.stem == "latents" else "images"
+        name: Name
+        name = "images"
+        if path.stem == "latents":
+            name = "latents"
         return {None: ArraySource(name, (npy_array(path),), {}, (path,))}
     if not path.is_file():
         raise MissingFileError(str(path), expected=KINDS, got="nothing there")
@@ -288,9 +291,10 @@ def _open_parquet(files: tuple[Path, ...]) -> Mapping[str | None, ImageArrays]:
 def _open_idx(path: Path) -> Mapping[str | None, ImageArrays]:
     beside = labels_beside(path)
     # A name without `images-idx3` gives the same path again.
-    columns = (
-        {"labels": partial(_open_idx_labels, beside)} if beside != path and beside.is_file() else {}
-    )
+    if beside != path and beside.is_file():
+        columns = {"labels": partial(_open_idx_labels, beside)}
+    else:
+        columns = {}
     return {split_of_idx(path.name): ArraySource("images", (idx_array(path),), columns, (path,))}
 
 

@@ -94,7 +94,10 @@ class ArraySource:
             raise DataError(name, expected=f"at most {column_max_bytes} bytes", got=f"{num_bytes}")
         parts = [array.whole() for array in arrays]
         # A copy is only needed to join several.
-        column = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if len(parts) == 1:
+            column = parts[0]
+        else:
+            column = np.concatenate(parts)
         return column.reshape(self.column_shape(name))
 
     def column_shape(self, name: str) -> tuple[int, ...]:

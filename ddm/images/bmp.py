@@ -71,7 +71,10 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
                 Reason.UNSUPPORTED, "biClrUsed: a palette of few greys that Pillow misreads"
             )
         # What Pillow takes for transparency is a fourth byte that means nothing.
-        mode = "L" if image.mode in _BITS_OF_GREYS else "RGB"
+        if image.mode in _BITS_OF_GREYS:
+            mode = "L"
+        else:
+            mode = "RGB"
         pixels = np.asarray(image.convert(mode))
     values = pixels.reshape(*pixels.shape[:2], -1)
     if header.bits <= 8 and (values == values[..., :1]).all():

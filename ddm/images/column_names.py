@@ -201,7 +201,10 @@ def split_of_shard(name: str, siblings: Collection[str]) -> str | None:
     if not all(_SHARD.fullmatch(sibling) for sibling in siblings):
         return None
     shard = _SHARD.fullmatch(name)
-    words = re.split(r"[-_.]", shard["prefix"].lower()) if shard else []
+    if shard:
+        words = re.split(r"[-_.]", shard["prefix"].lower())
+    else:
+        words = []
     splits = [word for word in words if word in SPLITS]
     if len(splits) == 1:
         return splits[0]

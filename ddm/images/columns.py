@@ -212,7 +212,9 @@ def _caption(cell: object) -> str:
     if cell is None:
         return ""
     try:
-        text = cell.decode() if isinstance(cell, bytes) else cell
+        text = cell
+        if isinstance(cell, bytes):
+            text = cell.decode()
         if isinstance(text, str):
             text.encode()  # refuses half of a surrogate pair
             return text

@@ -59,7 +59,9 @@ def csv_format(path: Path, is_header: Callable[[list[str]], bool]) -> CsvFormat:
     encoding, is_assumed = _encoding_of(path)
     with _open_lines(path, encoding) as lines:
         first_lines = list(islice(lines, _HEADER_LINES))
-    separator = _SEPARATOR_LINE.fullmatch(first_lines[0]) if first_lines else None
+    separator = None
+    if first_lines:
+        separator = _SEPARATOR_LINE.fullmatch(first_lines[0])
     if separator:
         return CsvFormat(encoding, is_assumed, separator[1], has_separator_line=True)
     headers = {delimiter: _header(first_lines, delimiter) for delimiter in _DELIMITERS}

@@ -696,7 +696,9 @@ def _frame_of_samples(
         if smallest < lowest - slack or largest > highest + slack:
             raise contradiction("BitsStored", "the code stream")
         values = values.clip(lowest, highest)
-    sign = "i" if pixel_format.signed else "u"
+    sign = "u"
+    if pixel_format.signed:
+        sign = "i"
     values = values.astype(f"{sign}{samples.dtype.itemsize}", copy=False)
     return StoredFrame(values, (lowest, highest))
 

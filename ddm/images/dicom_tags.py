@@ -104,9 +104,10 @@ def words_of(tags: Any, keyword: str) -> list[int]:
             return [int.from_bytes(value, "little" if is_little_endian else "big")]
         words: list[int] = np.frombuffer(value, "<u2" if is_little_endian else ">u2").tolist()
         return words
-    parts = (
-        list(value) if isinstance(value, pydicom.multival.MultiValue | list | tuple) else [value]
-    )
+    if isinstance(value, pydicom.multival.MultiValue | list | tuple):
+        parts = list(value)
+    else:
+        parts = [value]
     if not all(isinstance(part, int) for part in parts):
         raise ImageError(Reason.DAMAGED, f"{keyword} is not a whole number")
     # Of a signed type pydicom gives negative numbers; this has their bits as they are in the file.

@@ -277,7 +277,11 @@ def _rescaled_whole(
         return np.asarray(wide * slope + intercept).astype(kind)
     # Whole numbers wrap around and back, so that they can be added in the type of the result.
     is_alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
-    narrow: NDArray[Any] = values.view(kind) if is_alike else values.astype(kind)
+    narrow: NDArray[Any]
+    if is_alike:
+        narrow = values.view(kind)
+    else:
+        narrow = values.astype(kind)
     if slope == 1:
         return np.asarray(narrow + kind(intercept))
     return np.asarray(kind(intercept) - narrow)
@@ -434,7 +438,9 @@ def _through_palette(
     if len({(len(table.entries), table.first, table.bits) for table in tables}) > 1:
         raise contradiction(*(f"{colour}PaletteColorLookupTableDescriptor" for colour in _COLOURS))
     bits = tables[0].bits
-    kind = np.uint8 if bits == 8 else np.uint16
+    kind: type[np.uint8] | type[np.uint16] = np.uint16
+    if bits == 8:
+        kind = np.uint8
     colours = np.stack([table.applied(values).astype(kind) for table in tables])
     brightest = float((1 << bits) - 1)
     return Picture(supported(colours), spacing, None, (0.0, brightest))

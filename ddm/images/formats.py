@@ -107,7 +107,10 @@ def decode(
         SetupError: the packages that decode this format are not installed.
     """
     for picture in decode_unchecked(content, limits or DecodeLimits()):
-        yield picture if isinstance(picture, ImageError) else checked(picture)
+        if isinstance(picture, ImageError):
+            yield picture
+        else:
+            yield checked(picture)
 
 
 def decode_unchecked(
@@ -187,7 +190,10 @@ def _is_dicom_without_preamble(head: FileHead) -> bool:
     data = head.first_bytes
     if head.gzipped or len(data) < 8 or data[:2] not in _FIRST_DICOM_GROUPS:
         return False
-    order: Any = "little" if data[1] == 0 else "big"
+    order: Any
+    order = "big"
+    if data[1] == 0:
+        order = "little"
     # Elements of group 8 that may come first have small numbers; text that happens to begin alike has not.
     if order == "little" and int.from_bytes(data[2:4], order) > 0x2000:
         return False

@@ -78,7 +78,10 @@ def idx_array(path: Path) -> EncodedArray:
         return EncodedArray(path, header, open_values)
     surplus = path.stat().st_size - header.offset - header.num_bytes
     if surplus:
-        got = f"{surplus} bytes more" if surplus > 0 else f"{-surplus} bytes fewer"
+        if surplus > 0:
+            got = f"{surplus} bytes more"
+        else:
+            got = f"{-surplus} bytes fewer"
         raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got=got)
     return EncodedArray(path, header, open_values, header.offset)
 

@@ -124,7 +124,10 @@ class _CompactReader:
                 return fields
             # The upper half of a byte is the step from the last field, or 0 before a number of its own.
             step = head >> 4
-            field = field + step if step else self._signed()
+            if step:
+                field = field + step
+            else:
+                field = self._signed()
             # Of a field that comes twice, another reader might take the other one.
             if field in fields:
                 raise IndexError

@@ -52,7 +52,10 @@ def read_encoded(
             fields: dict[str, Any] = {"split": split} | cells
             content = _content(row[column], path.parent, limits)
             for picture in decode_unchecked(content, limits):
-                yield picture if isinstance(picture, ImageError) else picture.with_fields(**fields)
+                if isinstance(picture, ImageError):
+                    yield picture
+                else:
+                    yield picture.with_fields(**fields)
         except ImageError as error:
             yield error
 

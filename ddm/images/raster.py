@@ -73,7 +73,10 @@ def picture_of(
         spacing: between rows and between columns, before the turn.
         flags: what the file declares.
     """
-    channels_first = values[None] if values.ndim == 2 else np.moveaxis(values, -1, 0)
+    if values.ndim == 2:
+        channels_first = values[None]
+    else:
+        channels_first = np.moveaxis(values, -1, 0)
     turned = upright(channels_first, orientation)
     if spacing is not None and swaps_sides(orientation):
         spacing = (spacing[1], spacing[0])

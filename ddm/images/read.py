@@ -85,7 +85,10 @@ def _pictures_of(
     try:
         for picture in decode(FileContent.of(Path(file.path)), limits):
             num_pictures += 1
-            yield picture if isinstance(picture, ImageError) else _with_row(picture, file)
+            if isinstance(picture, ImageError):
+                yield picture
+            else:
+                yield _with_row(picture, file)
     except ImageError as error:
         yield error
         return

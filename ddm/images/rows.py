@@ -327,9 +327,14 @@ def feed(update: Callable[[memoryview], object], images: Images) -> None:
     """Hand a hash the bytes of all images, or of any other tensor, in C order, block by block."""
     from torch import Tensor
 
-    all_blocks = [images] if isinstance(images, Tensor) else (block for _, block in blocks(images))
+    all_blocks: Iterable[Tensor]
+    if isinstance(images, Tensor):
+        all_blocks = [images]
+    else:
+        all_blocks = (block for _, block in blocks(images))
     for block in all_blocks:
-        update(np.ascontiguousarray(block.detach().cpu().numpy()).reshape(-1).view(np.uint8).data)
+        values = np.ascontiguousarray(block.detach().cpu().numpy())
+        update(values.reshape(-1).view(np.uint8).data)
 
 
 def write_rows(

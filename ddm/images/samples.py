@@ -299,7 +299,10 @@ def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
         values = with_channels(
             values, TransformSpec.model_validate({"channels": channels}), spec.shape[0]
         )
-    low, high = spec.range if picture.full is None else picture.full
+    if picture.full is None:
+        low, high = spec.range
+    else:
+        low, high = picture.full
     # Floating point has no bounds of its own, so that its values must be in the plan's range already.
     if picture.full is None and (values.min() < low or values.max() > high):
         got = f"{values.min():g} to {values.max():g}"

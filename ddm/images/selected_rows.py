@@ -87,5 +87,8 @@ class _SelectedArray:
         return self.array.dtype
 
     def read(self, rows: Rows) -> NDArray[np.generic]:
-        chosen = self.row_N[rows.start : rows.stop] if isinstance(rows, range) else self.row_N[rows]
+        if isinstance(rows, range):
+            chosen = self.row_N[rows.start : rows.stop]
+        else:
+            chosen = self.row_N[rows]
         return self.array.read(chosen)

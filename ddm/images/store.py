@@ -81,7 +81,9 @@ class StoredCohort:
         self.row = self._rows.row
         self.files = self._rows.files
         table_path = path.with_suffix(".parquet")
-        self._table = ParquetTable((table_path,)) if table_path.exists() else None
+        self._table = None
+        if table_path.exists():
+            self._table = ParquetTable((table_path,))
         if self._table is not None and self._table.num_rows != len(self):
             got = f"{self._table.num_rows}"
             raise DataError(
@@ -206,7 +208,9 @@ def _write_cohort(
             item_columns = item.columns
             if columns is None:
                 columns = tuple(item_columns)
-                rows = stack.enter_context(_open_table(table_path, columns)) if columns else None
+                rows = None
+                if columns:
+                    rows = stack.enter_context(_open_table(table_path, columns))
             different = set(columns) ^ set(item_columns)
             if different:
                 expected = "one for each image, or for none"

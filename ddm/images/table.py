@@ -113,7 +113,10 @@ class Table:
         """
         self._num_empty_rows = 0
         self._num_rounded_patients = 0
-        records = self._csv_records() if _is_csv(self.path) else self._parquet_records()
+        if _is_csv(self.path):
+            records = self._csv_records()
+        else:
+            records = self._parquet_records()
         for count, (place, texts) in enumerate(records):
             if count >= MAX_ROWS:
                 raise DataError(
@@ -160,7 +163,9 @@ class Table:
 
     def _csv_records(self) -> Iterator[tuple[str, dict[ColumnName, str | None]]]:
         how = self._csv_format()
-        self._assumed_encoding = "Windows-1252" if how.is_assumed else ""
+        self._assumed_encoding = ""
+        if how.is_assumed:
+            self._assumed_encoding = "Windows-1252"
         places: dict[ColumnName, int] = {}
         num_columns = 0
         for line, record in read_records(self.path, how):

@@ -92,7 +92,10 @@ def _enlarged(part: NDArray[Any], factor: int, axis: int) -> NDArray[Any]:
     before = np.floor(places).astype(np.intp)
     after = np.minimum(before + 1, num - 1)
     share = (places - before).astype(np.float32)
-    share = share[:, None] if axis == 0 else share[None, :]
+    if axis == 0:
+        share = share[:, None]
+    else:
+        share = share[None, :]
     nearer = part.take(before, axis) * (1 - share)
     enlarged: NDArray[Any] = nearer + part.take(after, axis) * share
     return enlarged

@@ -109,7 +109,10 @@ def read(
                 _check_tags(page, codes)
                 picture = _picture(page, kind, limits, metadata)
             except (ImageError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-                problem = error if isinstance(error, ImageError) else _meaning_of(error)
+                if isinstance(error, ImageError):
+                    problem = error
+                else:
+                    problem = _meaning_of(error)
                 if len(offsets) == 1:
                     raise problem from error
                 yield problem
@@ -269,7 +272,9 @@ def _picture(
     check_page(page, limits)
     num_colours = NUM_COLOURS[page.photometric]
     extra_samples = _extra_samples(page, page.samplesperpixel - num_colours)
-    palette = _palette(page) if page.photometric == PALETTE else None
+    palette = None
+    if page.photometric == PALETTE:
+        palette = _palette(page)
     if page.photometric == CMYK:
         _check_inks(page)
     no_data = _no_data(page)
@@ -332,7 +337,10 @@ def _inverted(colours: NDArray[Any], full: tuple[float, float] | None) -> NDArra
     inverted: NDArray[Any]
     if full is not None:
         # Of signed numbers -1 - v, which is lowest + highest - v in two's complement.
-        inverted = ~colours if full[0] < 0 else colours.dtype.type(full[1]) - colours
+        if full[0] < 0:
+            inverted = ~colours
+        else:
+            inverted = colours.dtype.type(full[1]) - colours
         return inverted
     if not np.isfinite(colours).all():
         raise ImageError(Reason.NOT_FINITE)

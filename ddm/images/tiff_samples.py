@@ -156,7 +156,10 @@ def samples_of(page: tifffile.TiffPage) -> NDArray[Any]:
             data = _decompressed(page, compression, data, shape)
             unpacked = np.asarray(page.decode(data, number)[0])[0]
         plane, _, top, left, *_ = place
-        planes = slice(plane, plane + 1) if is_planar else slice(None)
+        if is_planar:
+            planes = slice(plane, plane + 1)
+        else:
+            planes = slice(None)
         # The last tiles of a row or column reach beyond the image.
         part = samples[top : top + shape[1], left : left + shape[2], planes]
         part[...] = unpacked[: part.shape[0], : part.shape[1]]
@@ -241,7 +244,9 @@ def _of_jpeg(
             Reason.DAMAGED, "the stream of JPEG has another size than its strip or tile"
         )
     # The colour space is that of PhotometricInterpretation, whatever the stream's own markers say.
-    colour_space = {RGB: "RGB", YCBCR: "YCbCr"}.get(page.photometric) if shape[3] == 3 else None
+    colour_space = None
+    if shape[3] == 3:
+        colour_space = {RGB: "RGB", YCBCR: "YCbCr"}.get(page.photometric)
     return np.asarray(jpeg.decoded(markers, colour_space)).reshape(
         markers.height, markers.width, shape[3]
     )

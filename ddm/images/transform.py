@@ -163,7 +163,10 @@ class Transform:
         if self.spec.slices is not None and len(sides) == 3:
             axis = axis_of(self.spec.slices)
             sides = (*sides[:axis], *sides[axis + 1 :])
-            spacing = None if spacing is None else (*spacing[:axis], *spacing[axis + 1 :])
+            if spacing is None:
+                spacing = None
+            else:
+                spacing = (*spacing[:axis], *spacing[axis + 1 :])
         return sides, resampled_size(self.spec, sides, spacing, self.data.shape[1:])
 
     def stored(self, sample: Floats) -> NDArray[np.generic]:

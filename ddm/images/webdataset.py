@@ -126,7 +126,10 @@ def _decode(sample: _Sample, limits: DecodeLimits) -> Iterator[DecodedPicture | 
         return
     try:
         for picture in decode_unchecked(sample.image, limits):
-            yield picture if isinstance(picture, ImageError) else picture.with_fields(**fields)
+            if isinstance(picture, ImageError):
+                yield picture
+            else:
+                yield picture.with_fields(**fields)
     except ImageError as error:
         yield error
 

@@ -9,7 +9,7 @@ import resource
 import struct
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -77,7 +77,11 @@ def _answer_request(
     digest = ""
     try:
         data = _read_at_once(request["files"])
-        parts = _read_in_parts(request["files"]) if data is None else (data,)
+        parts: Iterable[bytes]
+        if data is None:
+            parts = _read_in_parts(request["files"])
+        else:
+            parts = (data,)
         digest = fingerprint(b"content", parts, secrets.key)
         if digest == request["digest"]:
             return {"end": digest, "same": True}

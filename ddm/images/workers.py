@@ -413,7 +413,10 @@ class _DecoderProcess:
         return self._finish(job, answer)
 
     def _finish(self, job: DecodeJob, answer: Mapping[str, Any]) -> DecodedFile:
-        reason = Reason(answer["reason"]) if "reason" in answer else None
+        if "reason" in answer:
+            reason = Reason(answer["reason"])
+        else:
+            reason = None
         # A process whose memory ran out once ends by itself: a fresh one takes over.
         self._is_exhausted = reason is Reason.MEMORY
         self._jobs.popleft()

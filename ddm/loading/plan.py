@@ -68,7 +68,9 @@ class PlanFiles:
     @staticmethod
     def load_latent(plan: Plan, folder: Path) -> Latent:
         """Open the plan's latent alone; see `ddm.encoders.autoencoder.open_latent`."""
-        listed = plan.file(plan.latent.path) if isinstance(plan.latent, Autoencoder) else None
+        listed = None
+        if isinstance(plan.latent, Autoencoder):
+            listed = plan.file(plan.latent.path)
         return open_latent(plan.latent, plan.data.shape, listed, folder)
 
 

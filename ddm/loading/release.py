@@ -78,7 +78,9 @@ def read_root(path: Path) -> bytes:
         )
     # The size comes first: a wrong path, such as one of an expert, would be read into memory whole.
     size = path.stat().st_size
-    data = path.read_bytes() if size <= MAX_ROOT_BYTES else b""
+    data = b""
+    if size <= MAX_ROOT_BYTES:
+        data = path.read_bytes()
     if not data:
         raise RootError(
             str(path), expected=f"a root of 1 to {MAX_ROOT_BYTES} bytes", got=f"{size} bytes"
@@ -120,7 +122,10 @@ def open_release(
     """
     if not folder.is_dir():
         raise MissingFileError(str(folder), expected="a release folder", got="nothing there")
-    root_bytes = root if isinstance(root, bytes) else read_root(root)
+    if isinstance(root, bytes):
+        root_bytes = root
+    else:
+        root_bytes = read_root(root)
     log_memory = None
     log_state = None
     if state is not None:
@@ -166,7 +171,11 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
     encoded_manifest = _read(verified, "manifest.json")
     manifest = Manifest.parse(encoded_manifest, subject="manifest.json")
     # The plan says which kind of document each member signed; the manifest cannot choose.
-    document_class: type[Submission | Island] = Submission if plan.statistics.private else Island
+    document_class: type[Submission | Island]
+    if plan.statistics.private:
+        document_class = Submission
+    else:
+        document_class = Island
     submissions = {}
     for silo in manifest.silos:
         path = silo.submission.path

@@ -104,6 +104,9 @@ def why_not_compiled(device: torch.device) -> str | None:
     # Torch raises many kinds of error, its own and those of the compilers that it calls.
     except Exception as error:
         lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        if lines:
+            reason = lines[0]
+        else:
+            reason = type(error).__name__
         return reason[:200]
     return None

@@ -32,13 +32,15 @@ def augmented(
             "augmentation", expected="images or volumes", got=f"samples {tuple(x_BCHW.shape[1:])}"
         )
     if settings.flip:
-        mirrored_B = torch.from_numpy(random.random(len(x_BCHW)) < 0.5)
-        is_mirrored = mirrored_B.view(-1, *[1] * (x_BCHW.dim() - 1))
+        is_mirrored_B = torch.from_numpy(random.random(len(x_BCHW)) < 0.5)
+        num_inner = x_BCHW.dim() - 1
+        is_mirrored = is_mirrored_B.view(-1, *[1] * num_inner)
         x_BCHW = torch.where(is_mirrored, x_BCHW.flip(-1), x_BCHW)
     if settings.crop:
         # A volume has a depth besides, which moves as well.
         for axis in range(2, x_BCHW.dim()):
-            by_B = random.integers(-settings.crop, settings.crop, len(x_BCHW), endpoint=True)
+            crop = settings.crop
+            by_B = random.integers(-crop, crop, len(x_BCHW), endpoint=True)
             x_BCHW = _moved(x_BCHW, axis, by_B)
     return x_BCHW
 
@@ -50,7 +52,11 @@ def _moved(
 ) -> Tensor:
     """Move each sample along an axis; what comes in is its edge."""
     side = x.shape[axis]
-    index = torch.from_numpy((np.arange(side) - by_B[:, None]).clip(0, side - 1))
-    view = [len(x), *[1] * (x.dim() - 1)]
+    # Where each new place comes from; places beyond the edge become the edge.
+    source_BS = np.arange(side) - by_B[:, None]
+    index_BS = torch.from_numpy(source_BS.clip(0, side - 1))
+    view = [1] * x.dim()
+    view[0] = len(x)
     view[axis] = side
-    return x.gather(axis, index.view(view).expand_as(x))
+    index = index_BS.view(view).expand_as(x)
+    return x.gather(axis, index)

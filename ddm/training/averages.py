@@ -48,13 +48,15 @@ def newest_weight(settings: Training, step: int) -> float:
     if settings.ema_width is not None:
         return power_weight(exponent_of(settings.ema_width), step)
     if settings.ema_half_life is not None:
-        return averaging_weight(0.5 ** (settings.batch_size / settings.ema_half_life), step)
+        half_lives = settings.batch_size / settings.ema_half_life
+        return averaging_weight(0.5**half_lives, step)
     return averaging_weight(settings.ema_decay or 0.0, step)
 
 
 def power_weight(exponent: float, n: int) -> float:
     """Return the weight of the n-th value, n >= 1, in an average in which the i-th counts about as ``i^exponent``."""
-    return float(1 - (1 - 1 / n) ** (exponent + 1))
+    share_of_before = (1 - 1 / n) ** (exponent + 1)
+    return float(1 - share_of_before)
 
 
 def exponent_of(width: float) -> float:
@@ -92,11 +94,16 @@ def average_of(stored: Sequence[Profile], target: Profile) -> NDArray[np.float64
 
     Closest in the square of the difference of their profiles over the run, which has a closed form.
     """
-    products = np.array([[_product(a, b) for b in stored] for a in stored])
-    products_with_target = np.array([_product(profile, target) for profile in stored])
+    num = len(stored)
+    products = np.empty((num, num))
+    products_with_target = np.empty(num)
+    for row, profile in enumerate(stored):
+        products_with_target[row] = _product(profile, target)
+        for column, other in enumerate(stored):
+            products[row, column] = _product(profile, other)
     # Averages of neighbouring steps are nearly alike, so that the matrix is nearly singular. Directions below the
     # rounding of float64 are left out, whose factors would be huge and cancel each other.
-    factors = np.linalg.lstsq(products, products_with_target, rcond=1e-12)[0]
+    factors, *_ = np.linalg.lstsq(products, products_with_target, rcond=1e-12)
     return np.asarray(factors, dtype=np.float64)
 
 
@@ -106,9 +113,9 @@ def _product(a: Profile, b: Profile) -> float:
     # with the shorter one.
     first, last = sorted((a, b), key=lambda profile: profile.step)
     ratio = (first.step / last.step) ** last.exponent
-    return float(
-        (a.exponent + 1) * (b.exponent + 1) * ratio / ((a.exponent + b.exponent + 1) * last.step)
-    )
+    numerator = (a.exponent + 1) * (b.exponent + 1) * ratio
+    denominator = (a.exponent + b.exponent + 1) * last.step
+    return float(numerator / denominator)
 
 
 def kept_steps(settings: Training) -> tuple[int, ...]:
@@ -165,13 +172,18 @@ def average_of_width(
         for number, stored_width in enumerate(KEPT_WIDTHS):
             stored.append(Profile(exponent_of(stored_width), float(step)))
             paths.append(_kept_path(folder, step, number))
-    factors = average_of(stored, Profile(exponent_of(width), float(settings.num_steps)))
-    specs = {name: spec_of(value) for name, value in like.items()}
-    # Summed in float64, since the factors may be large and of both signs.
-    total = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in like.items()}
+    target = Profile(exponent_of(width), float(settings.num_steps))
+    factors = average_of(stored, target).tolist()
+    specs: dict[str, TensorSpec] = {}
+    total: dict[str, Tensor] = {}
+    for name, value in like.items():
+        specs[name] = spec_of(value)
+        # In float64, since the factors may be large and of both signs.
+        total[name] = torch.zeros(value.shape, dtype=torch.float64)
     for path, factor in zip(paths, factors, strict=True):
-        for name, value in load_tensors(path, specs, max_bytes=_max_bytes(specs)).items():
-            total[name] += float(factor) * value.double()
+        average = load_tensors(path, specs, max_bytes=_max_bytes(specs))
+        for name, value in average.items():
+            total[name] += factor * value.double()
     return {name: value.to(like[name].dtype) for name, value in total.items()}
 
 

@@ -33,8 +33,9 @@ class Examples:
     drop: float = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.images.shape) < 2:
-            raise ShapeError("images", expected="shape (N, ...)", got=str(tuple(self.images.shape)))
+        shape = tuple(self.images.shape)
+        if len(shape) < 2:
+            raise ShapeError("images", expected="shape (N, ...)", got=str(shape))
         if not len(self.images):
             raise DataError("images", expected="at least 1 image", got="0 images")
         if self.labels is not None and len(self.labels) != len(self.images):
@@ -131,12 +132,15 @@ def draw_batch(
     """
     random = stream("train", settings.seed, step)
     num = settings.batch_size
+    num_images = len(examples.images)
     if settings.order == "epochs":
-        chosen = torch.from_numpy(in_epochs(settings.seed, step, num, len(examples.images)))
+        numbers = in_epochs(settings.seed, step, num, num_images)
     else:
-        chosen = torch.from_numpy(random.integers(len(examples.images), size=num))
+        numbers = random.integers(num_images, size=num)
+    chosen = torch.from_numpy(numbers)
     x_0 = rows(examples.images, chosen)
-    eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
+    noise = random.standard_normal(tuple(x_0.shape), dtype=np.float32)
+    eps = torch.from_numpy(noise)
     t_B = draw_times(distribution, num, random)
     # Drawn last, so that the numbers above do not depend on whether there are conditions.
     condition = None
@@ -147,7 +151,15 @@ def draw_batch(
     if leaves_out(settings, step):
         kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random)
     uniform_B = torch.from_numpy(random.random(num))
-    return Batch(augmented(x_0, settings, random), eps, t_B, condition, kept_BM, chosen, uniform_B)
+    return Batch(
+        x_0=augmented(x_0, settings, random),
+        eps=eps,
+        t_B=t_B,
+        condition=condition,
+        kept_BM=kept_BM,
+        chosen_B=chosen,
+        uniform_B=uniform_B,
+    )
 
 
 def rows(images: Images, chosen: Tensor) -> Tensor:
@@ -159,8 +171,12 @@ def rows(images: Images, chosen: Tensor) -> Tensor:
 
 def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:
     """Return the labels with some hidden: a class becomes -1, a text zeros."""
-    null = 0.0 if labels.is_floating_point() else -1
-    return labels.masked_fill(hidden_B.view(-1, *[1] * (labels.dim() - 1)), null)
+    null: float = -1
+    if labels.is_floating_point():
+        null = 0.0
+    num_inner = labels.dim() - 1
+    is_hidden = hidden_B.view(-1, *[1] * num_inner)
+    return labels.masked_fill(is_hidden, null)
 
 
 def draw_times(
@@ -177,14 +193,17 @@ def draw_times(
         Kingma et al. 2021, the low-discrepancy sampler; Esser et al. 2024, section 5.3.2, the shift.
     """
     # One random offset for all of them, so that neighbouring times are exactly 1 / num apart.
-    quantile_B = torch.from_numpy((random.random() + np.arange(num) / num) % 1.0)
+    quantiles = (random.random() + np.arange(num) / num) % 1.0
+    quantile_B = torch.from_numpy(quantiles)
     match distribution:
         case UniformT():
             t_B = quantile_B
         case LogitNormalT(mean=mean, std=std):
-            t_B = torch.sigmoid(mean + std * torch.special.ndtri(quantile_B))
+            normal_B = torch.special.ndtri(quantile_B)
+            t_B = torch.sigmoid(mean + std * normal_B)
         case _:
             assert_never(distribution)
-    if distribution.shift != 1.0:
-        t_B = distribution.shift * t_B / (1 + (distribution.shift - 1) * t_B)
+    shift = distribution.shift
+    if shift != 1.0:
+        t_B = shift * t_B / (1 + (shift - 1) * t_B)
     return t_B.float()

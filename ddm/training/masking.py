@@ -43,7 +43,8 @@ def draw_kept(
 ) -> Tensor:
     """Draw which tokens of each image are kept, uniformly among all sets of that size, ascending, shape (B, M)."""
     # The order of independent random numbers is a uniformly random permutation.
-    order_BN = random.random((num, num_tokens)).argsort(axis=1)
+    uniform_BN = random.random((num, num_tokens))
+    order_BN = uniform_BN.argsort(axis=1)
     kept_BM = order_BN[:, : num_kept(num_tokens, ratio)]
     return torch.from_numpy(np.sort(kept_BM, axis=1))
 
@@ -56,7 +57,8 @@ def kept_patches(model: nn.Module, x_BCHW: Tensor, kept_BM: Tensor) -> Tensor:
     """
     if not isinstance(model, DitNetwork):
         raise ShapeError("kept tokens", expected="a DiT", got=f"a {type(model).__name__}")
-    return gather_tokens(patches_of(x_BCHW, model.patch), kept_BM)
+    patches_BNP = patches_of(x_BCHW, model.patch)
+    return gather_tokens(patches_BNP, kept_BM)
 
 
 def tokens_of(model: nn.Module, settings: Training) -> int:

@@ -38,15 +38,19 @@ def loss_weights(
     Source:
         Kingma and Gao 2023, arXiv 2303.00848, for one weighting in terms of several predictions.
     """
-    alpha, sigma = path.alpha(t_B), path.sigma(t_B).clamp(min=_LEAST_SIGMA)
     if kind == "none":
         return None
-    of_eps = sigma.square() / (sigma.square() + exp(-SIGMOID_BIAS) * alpha.square())
+    alpha = path.alpha(t_B)
+    sigma = path.sigma(t_B).clamp(min=_LEAST_SIGMA)
+    # sigmoid(b - log snr) = 1 / (1 + exp(-b) alpha^2 / sigma^2), times sigma^2 above and below.
+    scaled_signal = exp(-SIGMOID_BIAS) * alpha.square()
+    of_eps = sigma.square() / (sigma.square() + scaled_signal)
     match prediction:
         case "eps":
             return of_eps
         case "velocity":
-            implied = alpha / (alpha * path.d_sigma(t_B) - sigma * path.d_alpha(t_B))
+            determinant = alpha * path.d_sigma(t_B) - sigma * path.d_alpha(t_B)
+            implied = alpha / determinant
         case "v":
             implied = alpha / (alpha.square() + sigma.square())
         case "x_0":
@@ -60,4 +64,5 @@ def weighted_mean(squares: Tensor, weights_B: Tensor | None) -> Tensor:
     """Return the mean of squared errors, shape (B, ...), each sample's times its weight; a scalar."""
     if weights_B is None:
         return squares.mean()
-    return torch.dot(squares.flatten(1).mean(1), weights_B.to(squares)) / len(squares)
+    mean_B = squares.flatten(1).mean(1)
+    return torch.dot(mean_B, weights_B.to(squares)) / len(squares)
