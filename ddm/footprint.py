@@ -83,12 +83,14 @@ def autoencoder_size(latent: Autoencoder, shape: tuple[int, ...]) -> NetworkSize
     for level in range(latent.levels):
         # The decoder doubles the sides before it narrows, so a level also has the width of the next one.
         width = max(latent.channels[level : level + 2])
-        widest = max(widest, width * prod(side // 2**level for side in tile[1:]))
-    return NetworkSize(
-        parameters=num_parameters(network),
-        buffers=0,
-        activations=Activations(widest=widest, forward=_AUTOENCODER_FORWARD * widest, gradient=0),
+        num_places = prod(side // 2**level for side in tile[1:])
+        widest = max(widest, width * num_places)
+    activations = Activations(
+        widest=widest,
+        forward=_AUTOENCODER_FORWARD * widest,
+        gradient=0,
     )
+    return NetworkSize(parameters=num_parameters(network), buffers=0, activations=activations)
 
 
 @lru_cache(maxsize=32)
@@ -106,9 +108,15 @@ def token_router_size(
         num_experts: that it tells apart.
         condition: of the experts, which the router may read.
     """
-    sizes = Dit(patch=router.patch, hidden=router.hidden, depth=router.depth, heads=router.heads)
+    sizes = Dit(
+        patch=router.patch,
+        hidden=router.hidden,
+        depth=router.depth,
+        heads=router.heads,
+    )
+    router_condition = router.router_condition(condition)
     with torch.device("meta"):
-        network = TokenRouter(sizes, shape, num_experts, router.router_condition(condition))
+        network = TokenRouter(sizes, shape, num_experts, router_condition)
     return size_of(network)
 
 
@@ -234,8 +242,10 @@ def router_bytes(plan: Plan, num_experts: int) -> int:
         cells = class_counts.num_classes * (shares + num_experts)
         total += (_INTEGER_BYTES + 6 * _DOUBLE_BYTES) * cells
         # A block of the counts that the noise leaves possible (`ddm.routers.counts.likely_counts`), at least one cell.
-        max_units = max(agreed.units(plan.statistics.unit) for agreed in plan.agreed.values())
-        num_possible = ceil(min(2 * _NOISE_REACH / class_counts.epsilon, max_units)) + 3
+        unit = plan.statistics.unit
+        max_units = max(agreed.units(unit) for agreed in plan.agreed.values())
+        reach_of_noise = 2 * _NOISE_REACH / class_counts.epsilon
+        num_possible = ceil(min(reach_of_noise, max_units)) + 3
         total += 8 * _DOUBLE_BYTES * max(_ROUTED_VALUES, num_possible)
     if isinstance(plan.router, LearnedSettings):
         num_weights = perceptron_parameters(
@@ -358,8 +368,12 @@ def _timm_values(encoder: TimmEncoderSpec, shape: tuple[int, ...]) -> int:
     An image that is much longer than wide is resized until its shorter side fits, before the centre is cut out.
     """
     # As timm resizes: the shorter side to the input's over the crop share.
-    scale = max(
-        side / encoder.crop / old for side, old in zip(encoder.image_size, shape[1:], strict=True)
-    )
-    resized = prod(ceil(scale * old) for old in shape[1:]) * len(encoder.mean)
-    return max(resized, prod(encoder.image_size) * (64 + encoder.dim // 8))
+    old_sides = shape[1:]
+    scales = [
+        side / encoder.crop / old for side, old in zip(encoder.image_size, old_sides, strict=True)
+    ]
+    scale = max(scales)
+    num_pixels = prod(ceil(scale * old) for old in old_sides)
+    resized = num_pixels * len(encoder.mean)
+    in_network = prod(encoder.image_size) * (64 + encoder.dim // 8)
+    return max(resized, in_network)

@@ -116,8 +116,7 @@ def open_parts(path: Path) -> Mapping[str | None, ImageArrays]:
     if path.suffix == ".parquet":
         return _open_parquet((path,))
     if path.suffix == ".npy":
-        name: Name
-        name = "images"
+        name: Name = "images"
         if path.stem == "latents":
             name = "latents"
         return {None: ArraySource(name, (npy_array(path),), {}, (path,))}
@@ -236,13 +235,12 @@ def unpack(source: ImageArrays, folder: Path) -> FileArray:
         DiskError: too little room.
     """
     dtype, shape = source.row
-    with unpacked_path(
-        folder, [source.name, dtype.str, shape, source.recipe, stamps(source.files)]
-    ) as path:
+    # What the unpacked bytes depend on: another file, or the same one changed, is unpacked again.
+    origin = [source.name, dtype.str, shape, source.recipe, stamps(source.files)]
+    with unpacked_path(folder, origin) as path:
         if not path.exists():
-            require_free_space(
-                {folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images"
-            )
+            num_bytes = len(source) * prod(shape) * dtype.itemsize
+            require_free_space({folder: num_bytes}, "the unpacked images")
             with replacing(path, mode=0o600) as handle:
                 write_rows(handle, (len(source), *shape), dtype, source.unpacked())
         return open_npy(path)
@@ -256,11 +254,12 @@ def _open_folder(path: Path) -> Mapping[str | None, ImageArrays]:
         if folder is None:
             continue
         files = tuple(path / part for part in folder.parts)
+        arrays = [npy_array(file) for file in files]
         columns = {
             column: partial(_open_column_files, path, folder.column_files, column)
             for column in folder.columns
         }
-        return {None: ArraySource(name, [npy_array(file) for file in files], columns, files)}
+        return {None: ArraySource(name, arrays, columns, files)}
     tables = sorted(path.glob("*.parquet"))
     if tables:
         return _open_parquet(tuple(tables))
@@ -279,23 +278,21 @@ def _open_column_files(
 def _open_parquet(files: tuple[Path, ...]) -> Mapping[str | None, ImageArrays]:
     """Open Parquet files, each of which may state its split by its name."""
     siblings = [path.name for path in files[0].parent.glob("*.parquet")]
-    splits = [split_of_shard(path.name, siblings) for path in files]
-    return {
-        split: ParquetSource(
-            tuple(path for path, name in zip(files, splits, strict=True) if name == split)
-        )
-        for split in dict.fromkeys(splits)
-    }
+    files_of_split: dict[str | None, list[Path]] = {}
+    for path in files:
+        split = split_of_shard(path.name, siblings)
+        files_of_split.setdefault(split, []).append(path)
+    return {split: ParquetSource(tuple(paths)) for split, paths in files_of_split.items()}
 
 
 def _open_idx(path: Path) -> Mapping[str | None, ImageArrays]:
     beside = labels_beside(path)
     # A name without `images-idx3` gives the same path again.
+    columns = {}
     if beside != path and beside.is_file():
-        columns = {"labels": partial(_open_idx_labels, beside)}
-    else:
-        columns = {}
-    return {split_of_idx(path.name): ArraySource("images", (idx_array(path),), columns, (path,))}
+        columns["labels"] = partial(_open_idx_labels, beside)
+    source = ArraySource("images", (idx_array(path),), columns, (path,))
+    return {split_of_idx(path.name): source}
 
 
 def _open_idx_labels(path: Path) -> Sequence[EncodedArray]:
@@ -306,15 +303,17 @@ def _open_npz(path: Path) -> Mapping[str | None, ImageArrays]:
     names = npz_names(path)
     if "latents" in names and "images" not in names:
         columns = {name: name for name in names}
-        return {None: _npz_source(path, "latents", PartNames(None, "latents", columns))}
+        only_part = PartNames(None, "latents", columns)
+        return {None: _npz_source(path, "latents", only_part)}
     return {part.split: _npz_source(path, "images", part) for part in npz_parts(names)}
 
 
 def _npz_source(path: Path, name: Name, part: PartNames) -> ImageArrays:
-    columns = {
-        column: partial(_open_npz_column, path, array) for column, array in part.columns.items()
-    }
-    return ArraySource(name, (npz_array(path, part.images),), columns, (path,))
+    columns = {}
+    for column, array in part.columns.items():
+        columns[column] = partial(_open_npz_column, path, array)
+    images = npz_array(path, part.images)
+    return ArraySource(name, (images,), columns, (path,))
 
 
 def _open_npz_column(path: Path, array: str) -> Sequence[EncodedArray]:

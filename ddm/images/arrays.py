@@ -94,9 +94,11 @@ def _read_single(content: FileContent, limits: DecodeLimits) -> DecodedPicture:
         if len(data) < header.num_bytes:
             reason = Reason.TRUNCATED
         raise ImageError(reason, "fewer or more bytes than the header of the npy says")
-    values = np.frombuffer(data, header.dtype).reshape(
-        header.shape, order="F" if header.by_columns else "C"
-    )
+    flat = np.frombuffer(data, header.dtype)
+    if header.by_columns:
+        values = flat.reshape(header.shape, order="F")
+    else:
+        values = flat.reshape(header.shape)
     picture = Picture(channels_first(values, limits), full=full_range(header.dtype))
     return DecodedPicture.of(picture, kind="npy")
 

@@ -169,16 +169,21 @@ def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> 
         key_N = patient_N
     else:
         names = texts_of(patient_N, "patients")
-        missing_N = np.array([name is None for name in names], dtype=bool)
-        key_N = np.array([canonical(name or "", rule) for name in names], dtype=np.object_)
+        is_missing_name = [name is None for name in names]
+        missing_N = np.array(is_missing_name, dtype=bool)
+        keys = [canonical(name or "", rule) for name in names]
+        key_N = np.array(keys, dtype=np.object_)
     num_missing = int(missing_N.sum())
     if num_missing:
         got = f"none for {num_missing} of {len(patient_N)} images"
         raise DataError(
             "patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY
         )
+    # In the order in which keys come first.
     number_by_key: dict[object, int] = {}
-    numbers = [number_by_key.setdefault(key, len(number_by_key)) for key in key_N.tolist()]
+    numbers = []
+    for key in key_N.tolist():
+        numbers.append(number_by_key.setdefault(key, len(number_by_key)))
     return np.array(numbers, dtype=np.int64)
 
 
@@ -265,7 +270,8 @@ def class_numbers(
             got = f"none for {num_missing} of {len(texts)} images"
             raise DataError(subject, expected=expected, got=got, remedy=remedy)
         number_N = _numbers_by_name([text or "" for text in texts], classes)
-    num_outside = int(((number_N < 0) | (number_N >= classes.num)).sum())
+    is_outside_N = (number_N < 0) | (number_N >= classes.num)
+    num_outside = int(is_outside_N.sum())
     if num_outside:
         got = f"others at {num_outside} of {len(label_N)} images"
         raise DataError(subject, expected=expected, got=got, remedy=remedy)
@@ -276,6 +282,11 @@ def _numbers_by_name(texts: list[str], classes: Classes) -> NDArray[np.int64]:
     """Return the class of each text; -1 for a text that means none."""
     # Each different text is looked up once, since there are many images and few classes.
     name_U, place_N = np.unique(texts, return_inverse=True)
-    numbers = [classes.number(str(name)) for name in name_U]
-    number_U = np.array([-1 if number is None else number for number in numbers], dtype=np.int64)
+    numbers = []
+    for name in name_U:
+        number = classes.number(str(name))
+        if number is None:
+            number = -1
+        numbers.append(number)
+    number_U = np.array(numbers, dtype=np.int64)
     return number_U[place_N]

@@ -254,8 +254,11 @@ def _by_pillow(code_stream: CodeStream, *, as_ybr: bool) -> NDArray[np.generic]:
     if code_stream.components == 3:
         # Left to itself, libjpeg guesses the colours from markers and identifiers; "RGB" here is what comes out, and
         # the second word what the components are.
+        stored_colours = "RGB"
+        if as_ybr:
+            stored_colours = "YCbCr"
         tile = image.tile[0]
-        image.tile = [tile._replace(args=("RGB", "YCbCr" if as_ybr else "RGB"))]
+        image.tile = [tile._replace(args=("RGB", stored_colours))]
     return np.asarray(image)
 
 
@@ -300,7 +303,10 @@ def _by_charls(code_stream: CodeStream) -> NDArray[np.generic]:
     import jpeg_ls
 
     buffer, header = jpeg_ls.decode_pixel_data(code_stream.data)
-    samples = np.frombuffer(buffer, "<u1" if code_stream.bits <= 8 else "<u2")
+    kind = "<u2"
+    if code_stream.bits <= 8:
+        kind = "<u1"
+    samples = np.frombuffer(buffer, kind)
     # In mode 0 each component has a scan of its own, so that whole planes follow one another.
     is_by_plane = code_stream.components > 1 and header["interleave_mode"] == 0
     if is_by_plane:
@@ -316,9 +322,11 @@ def _by_openjpeg(code_stream: CodeStream) -> NDArray[np.generic]:
     num_bytes = 1
     while 8 * num_bytes < code_stream.bits:
         num_bytes *= 2
-    return _shaped(
-        np.frombuffer(buffer, f"<{'i' if code_stream.signed else 'u'}{num_bytes}"), code_stream
-    )
+    sign = "u"
+    if code_stream.signed:
+        sign = "i"
+    samples = np.frombuffer(buffer, f"<{sign}{num_bytes}")
+    return _shaped(samples, code_stream)
 
 
 def _shaped(samples: NDArray[np.generic], code_stream: CodeStream) -> NDArray[np.generic]:

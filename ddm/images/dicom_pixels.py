@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -320,18 +321,22 @@ def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame
     # A byte that makes the length even is padding, and some writers pad to a block with zeros. Anything else means that
     # there are more pixels than the tags announce.
     num_padding_bits = 8 * len(data) - total_bits
-    is_block = num_padding_bits < frame_bits and not np.any(
-        np.frombuffer(data, np.uint8, offset=(total_bits + 7) // 8)
-    )
+    is_block = False
+    if num_padding_bits < frame_bits:
+        num_pixel_bytes = (total_bits + 7) // 8
+        is_block = not np.any(np.frombuffer(data, np.uint8, offset=num_pixel_bytes))
     if num_padding_bits >= max(row_bits, 16) and not is_block:
         keywords = "NumberOfFrames, Rows, Columns, PhotometricInterpretation"
         raise contradiction(keywords, f"the length of {pixel_format.keyword}")
     if pixel_format.syntax == EXPLICIT_BIG_ENDIAN and not pixel_format.is_float:
         data = _from_big_endian(data, tags, pixel_format)
     for number in range(pixel_format.num_frames):
+        # Frames of single bits may begin within a byte.
         start = number * frame_bits
-        part = data[start // 8 : (start + frame_bits + 7) // 8]
-        yield _frame_of_cells(tags, _cells(part, pixel_format, start % 8), pixel_format)
+        end = start + frame_bits
+        part = data[start // 8 : (end + 7) // 8]
+        cells = _cells(part, pixel_format, start % 8)
+        yield _frame_of_cells(tags, cells, pixel_format)
 
 
 def _from_big_endian(data: Any, tags: Any, pixel_format: PixelFormat) -> Any:
@@ -342,36 +347,43 @@ def _from_big_endian(data: Any, tags: Any, pixel_format: PixelFormat) -> Any:
     if pixel_format.allocated > 16 or representation != "OW":
         raise ImageError(Reason.UNSUPPORTED, "BitsAllocated of this size in big endian")
     # A last byte without a partner stays where it is.
-    words = np.frombuffer(data, np.uint8, len(data) // 2 * 2)
-    swapped = words.reshape(-1, 2)[:, ::-1].reshape(-1)
-    return swapped.tobytes() + bytes(data[len(words) :])
+    num_bytes_of_pairs = len(data) // 2 * 2
+    pairs = np.frombuffer(data, np.uint8, num_bytes_of_pairs).reshape(-1, 2)
+    swapped = pairs[:, ::-1].reshape(-1)
+    return swapped.tobytes() + bytes(data[num_bytes_of_pairs:])
 
 
 def _cells(data: Any, pixel_format: PixelFormat, bit_offset: int = 0) -> NDArray[Any]:
     """Return the cells of one frame: (H, W), or (H, W, 3)."""
     rows = pixel_format.rows
     columns = pixel_format.columns
+    num_pixels = rows * columns
     if pixel_format.is_float:
         order = "<"
         if pixel_format.syntax == EXPLICIT_BIG_ENDIAN:
             order = ">"
-        return np.frombuffer(
-            data, f"{order}f{pixel_format.allocated // 8}", rows * columns
-        ).reshape(rows, columns)
+        floats = np.frombuffer(data, f"{order}f{pixel_format.allocated // 8}", num_pixels)
+        return floats.reshape(rows, columns)
     if pixel_format.allocated == 1:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-        return bits[bit_offset : bit_offset + rows * columns].reshape(rows, columns)
-    kind = f"<{'i' if pixel_format.signed else 'u'}{pixel_format.allocated // 8}"
+        own_bits = bits[bit_offset : bit_offset + num_pixels]
+        return own_bits.reshape(rows, columns)
     if pixel_format.photometric == "YBR_FULL_422":
-        return _without_subsampling(
-            np.frombuffer(data, np.uint8, rows * columns * 2), rows, columns
-        )
-    cells = np.frombuffer(data, kind, rows * columns * pixel_format.samples)
-    if pixel_format.samples == 1:
+        # Two pixels in four bytes.
+        subsampled = np.frombuffer(data, np.uint8, 2 * num_pixels)
+        return _without_subsampling(subsampled, rows, columns)
+    sign = "u"
+    if pixel_format.signed:
+        sign = "i"
+    kind = f"<{sign}{pixel_format.allocated // 8}"
+    num_samples = pixel_format.samples
+    cells = np.frombuffer(data, kind, num_pixels * num_samples)
+    if num_samples == 1:
         return cells.reshape(rows, columns)
     if pixel_format.planar == 1:
-        return np.moveaxis(cells.reshape(pixel_format.samples, rows, columns), 0, -1)
-    return cells.reshape(rows, columns, pixel_format.samples)
+        planes = cells.reshape(num_samples, rows, columns)
+        return np.moveaxis(planes, 0, -1)
+    return cells.reshape(rows, columns, num_samples)
 
 
 def _without_subsampling(
@@ -381,10 +393,13 @@ def _without_subsampling(
 ) -> NDArray[np.uint8]:
     """Return (H, W, 3) of two luminances, one CB and one CR for each two columns (PS3.3 C.7.6.3.1.2)."""
     quadruples = cells.reshape(rows, columns // 2, 4)
+    luminance = quadruples[..., :2]
+    blueness = quadruples[..., 2]
+    redness = quadruples[..., 3]
     ybr = np.empty((rows, columns, 3), np.uint8)
-    ybr[..., 0] = quadruples[..., :2].reshape(rows, columns)
-    ybr[..., 1] = quadruples[..., 2].repeat(2, axis=1)
-    ybr[..., 2] = quadruples[..., 3].repeat(2, axis=1)
+    ybr[..., 0] = luminance.reshape(rows, columns)
+    ybr[..., 1] = blueness.repeat(2, axis=1)
+    ybr[..., 2] = redness.repeat(2, axis=1)
     return ybr
 
 
@@ -413,8 +428,10 @@ def _stored_values(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) ->
     lowest, highest = _bounds(pixel_format.stored, pixel_format.signed)
     if num_below:
         _check_bits_below(tags, cells, num_below)
-    elif int(cells.max()) <= highest and (not pixel_format.signed or int(cells.min()) >= lowest):
-        return cells
+    elif int(cells.max()) <= highest:
+        # Cells without a sign are never below the lowest value, which is 0.
+        if not pixel_format.signed or int(cells.min()) >= lowest:
+            return cells
     _check_padding_cells(tags, cells, pixel_format)
     # Out go the bits above; the shift back extends the sign of signed cells.
     values: NDArray[Any] = np.left_shift(cells, num_above)
@@ -428,7 +445,8 @@ def _check_bits_below(tags: Any, cells: NDArray[Any], num_below: int) -> None:
     for group in range(0x6000, 0x6020, 2):
         if (group, 0x0102) in tags:
             overlays |= 1 << int(tags[group, 0x0102].value or 0)
-    undeclared = ((1 << num_below) - 1) & ~overlays
+    bits_below = (1 << num_below) - 1
+    undeclared = bits_below & ~overlays
     if undeclared and np.bitwise_and(cells, cells.dtype.type(undeclared)).any():
         raise contradiction("HighBit", "PixelData")
 
@@ -440,7 +458,8 @@ def _check_padding_cells(tags: Any, cells: NDArray[Any], pixel_format: PixelForm
         return
     lowest, highest = _bounds(pixel_format.stored, pixel_format.signed)
     cell = int(np.uint16(padding).view(cells.dtype))
-    if not lowest <= cell <= highest and (cells == cells.dtype.type(cell)).any():
+    fits = lowest <= cell <= highest
+    if not fits and (cells == cells.dtype.type(cell)).any():
         raise contradiction("PixelPaddingValue", "BitsStored")
 
 
@@ -451,7 +470,9 @@ def rgb_of_ybr(ybr: NDArray[np.uint8]) -> NDArray[np.uint8]:
     redness = ybr[..., 2].astype(np.float32) - 128
     rgb = np.empty((*ybr.shape[:2], 3), np.float32)
     rgb[..., 0] = luminance + 1.402 * redness
-    rgb[..., 1] = luminance - (0.114 * 1.772 * blueness + 0.299 * 1.402 * redness) / 0.587
+    # Green is what the weights 0.299, 0.587 and 0.114 of the luminance leave of it.
+    red_and_blue = 0.114 * 1.772 * blueness + 0.299 * 1.402 * redness
+    rgb[..., 1] = luminance - red_and_blue / 0.587
     rgb[..., 2] = luminance + 1.772 * blueness
     return np.floor(rgb + 0.5).clip(0, 255).astype(np.uint8)
 
@@ -550,28 +571,31 @@ def _encapsulated_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[bytes
         offsets = np.frombuffer(extended, "<u8", len(extended) // 8).tolist()
         lengths_value = value_of(tags, "ExtendedOffsetTableLengths") or b""
         lengths = np.frombuffer(lengths_value, "<u8", len(lengths_value) // 8).tolist()
-        if len(lengths) != len(offsets) or (table and table != offsets):
+        tables_differ = bool(table) and table != offsets
+        if len(lengths) != len(offsets) or tables_differ:
             raise contradiction("ExtendedOffsetTable", "ExtendedOffsetTableLengths")
         table = offsets
     starts = [offset for offset, _ in fragments]
     if table:
         if len(table) != num_frames:
             raise contradiction("NumberOfFrames", "the table of offsets")
-        if table[0] != 0 or table != sorted(set(table)) or not set(table) <= set(starts):
+        ascends_from_0 = table[0] == 0 and table == sorted(set(table))
+        if not ascends_from_0 or not set(table) <= set(starts):
             raise ImageError(
                 Reason.DAMAGED, "the table of offsets contradicts the fragments of PixelData"
             )
         first_fragments = [starts.index(offset) for offset in table]
     else:
         first_fragments = _first_fragments(fragments, pixel_format)
-    ends = [*first_fragments[1:], len(fragments)]
-    for number, (first, end) in enumerate(zip(first_fragments, ends, strict=True)):
+    borders = [*first_fragments, len(fragments)]
+    for number, (first, end) in enumerate(pairwise(borders)):
         frame = b"".join(content for _, content in fragments[first:end])
         if lengths:
+            length = lengths[number]
             # A frame of odd length is padded by a byte, which is no part of it.
-            if not 0 <= len(frame) - lengths[number] <= 1:
+            if not 0 <= len(frame) - length <= 1:
                 raise contradiction("ExtendedOffsetTableLengths", "PixelData")
-            frame = frame[: lengths[number]]
+            frame = frame[:length]
         yield frame
 
 
@@ -599,7 +623,8 @@ def _fragments(data: Any) -> tuple[list[tuple[int, bytes]], list[int]]:
     # The table counts from the first fragment, which follows the table itself (PS3.5 A.4).
     origin = items[1][0]
     fragments = [(offset - origin, content) for offset, content in items[1:]]
-    return fragments, np.frombuffer(table, "<u4", len(table) // 4).tolist()
+    offsets: list[int] = np.frombuffer(table, "<u4", len(table) // 4).tolist()
+    return fragments, offsets
 
 
 def _first_fragments(fragments: list[tuple[int, bytes]], pixel_format: PixelFormat) -> list[int]:

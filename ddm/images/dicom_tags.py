@@ -100,9 +100,15 @@ def words_of(tags: Any, keyword: str) -> list[int]:
         if len(value) % 2:
             raise ImageError(Reason.DAMAGED, f"{keyword} is not made of whole words")
         is_little_endian = getattr(element, "is_little_endian", True)
-        if len(value) == 2:  # most often; NumPy would take ten times as long
-            return [int.from_bytes(value, "little" if is_little_endian else "big")]
-        words: list[int] = np.frombuffer(value, "<u2" if is_little_endian else ">u2").tolist()
+        # Most often; NumPy would take ten times as long.
+        if len(value) == 2:
+            if is_little_endian:
+                return [int.from_bytes(value, "little")]
+            return [int.from_bytes(value, "big")]
+        kind = ">u2"
+        if is_little_endian:
+            kind = "<u2"
+        words: list[int] = np.frombuffer(value, kind).tolist()
         return words
     if isinstance(value, pydicom.multival.MultiValue | list | tuple):
         parts = list(value)

@@ -99,7 +99,8 @@ class FileArray:
 
     def read(self, rows: Rows) -> NDArray[np.generic]:
         """Return rows; see `StoredArray`."""
-        values = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        shape = (len(rows), *self.shape[1:])
+        values = np.empty(shape, self.dtype)
         if isinstance(rows, range):
             self._fill(values, rows.start)
         else:
@@ -112,8 +113,10 @@ class FileArray:
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         start = self.offset + first_row * row_bytes
         num_read = 0
-        while num_read < len(buffer):  # one call reads 2 GB at most
-            num = os.preadv(self._descriptor, [buffer[num_read:]], start + num_read)
+        # One call reads 2 GB at most.
+        while num_read < len(buffer):
+            missing = buffer[num_read:]
+            num = os.preadv(self._descriptor, [missing], start + num_read)
             if not num:
                 raise DataError(
                     "data file",
@@ -147,7 +150,8 @@ class JoinedArrays:
     @property
     def shape(self) -> tuple[int, ...]:
         """(N, ...) of all parts."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        num_rows = sum(part.shape[0] for part in self.parts)
+        return (num_rows, *self.parts[0].shape[1:])
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -156,7 +160,8 @@ class JoinedArrays:
 
     def read(self, rows: Rows) -> NDArray[np.generic]:
         """Return rows; see `StoredArray`."""
-        values = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        shape = (len(rows), *self.shape[1:])
+        values = np.empty(shape, self.dtype)
         first = 0
         for part in self.parts:
             end = first + part.shape[0]
@@ -164,11 +169,12 @@ class JoinedArrays:
                 start = max(rows.start, first)
                 stop = min(rows.stop, end)
                 if start < stop:
-                    values[start - rows.start : stop - rows.start] = part.read(
-                        range(start - first, stop - first)
-                    )
+                    rows_of_part = range(start - first, stop - first)
+                    places_of_part = slice(start - rows.start, stop - rows.start)
+                    values[places_of_part] = part.read(rows_of_part)
             else:
-                places = np.flatnonzero((rows >= first) & (rows < end))
+                is_in_part = (rows >= first) & (rows < end)
+                places = np.flatnonzero(is_in_part)
                 if len(places):
                     values[places] = part.read(rows[places] - first)
             first = end
@@ -198,7 +204,9 @@ class _Lazy:
             raise IndexError(f"row numbers outside 0 to {len(self) - 1}")
         # Rows that follow each other are read in one piece.
         if len(numbers) > 1 and bool((np.diff(numbers) == 1).all()):
-            return self._rows(range(int(numbers[0]), int(numbers[-1]) + 1))
+            first = int(numbers[0])
+            last = int(numbers[-1])
+            return self._rows(range(first, last + 1))
         return self._rows(numbers)
 
     def _rows(self, rows: Rows) -> "Tensor":
@@ -225,7 +233,8 @@ class StoredImages(_Lazy):
         self.shape = (array.shape[0], *shape)
 
     def _rows(self, rows: Rows) -> "Tensor":
-        return self.convert(self.array.read(rows), rows)
+        stored = self.array.read(rows)
+        return self.convert(stored, rows)
 
 
 class Derived(_Lazy):
@@ -248,7 +257,8 @@ class Derived(_Lazy):
         self.shape = (len(images), *shape)
 
     def _rows(self, rows: Rows) -> "Tensor":
-        return self.convert(self.images[_indices(rows)])
+        images = self.images[_indices(rows)]
+        return self.convert(images)
 
 
 class Scaled(_Lazy):
@@ -267,7 +277,8 @@ class Scaled(_Lazy):
         self.shape = images.shape
 
     def _rows(self, rows: Rows) -> "Tensor":
-        return (self.images[_indices(rows)] - self.shift) / self.scale
+        images = self.images[_indices(rows)]
+        return (images - self.shift) / self.scale
 
 
 class Selected(_Lazy):
@@ -288,7 +299,9 @@ class Selected(_Lazy):
 
         if isinstance(rows, range):
             return self.images[self.chosen_N[rows.start : rows.stop]]
-        return self.images[torch.from_numpy(self.chosen_N.numpy()[rows])]
+        # By numpy, as torch would start threads in the one that draws.
+        chosen = self.chosen_N.numpy()[rows]
+        return self.images[torch.from_numpy(chosen)]
 
 
 def select(images: Images, chosen: "Tensor") -> Images:
@@ -320,7 +333,8 @@ def rows_of(
     itemsize: int = 4,
 ) -> int:
     """Return how many rows of a shape so many bytes hold, at least 1."""
-    return max(1, num_bytes // max(1, prod(shape) * itemsize))
+    row_bytes = max(1, prod(shape) * itemsize)
+    return max(1, num_bytes // row_bytes)
 
 
 def feed(update: Callable[[memoryview], object], images: Images) -> None:

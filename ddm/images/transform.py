@@ -366,9 +366,9 @@ def _range_bounds(
                     expected="a window that the file states",
                     got="a file without a window",
                 )
-            return _range_bounds(
-                values, picture, FullRange() if fallback == "full" else PercentilesRange()
-            )
+            if fallback == "full":
+                return _range_bounds(values, picture, FullRange())
+            return _range_bounds(values, picture, PercentilesRange())
 
 
 def mapped(

@@ -201,10 +201,13 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Islan
     is_lowered = silo.units < stated
     has_reason = silo.units_reason is not None
     if is_lowered != has_reason:
+        got = f"{silo.units} without a reason"
+        if has_reason:
+            got = f"{silo.units} with a reason"
         raise TrustError(
             subject,
             expected=f"{stated}, as the silo stated, or less with a reason",
-            got=f"{silo.units} {'with' if has_reason else 'without'} a reason",
+            got=got,
         )
 
 

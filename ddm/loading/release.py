@@ -70,10 +70,13 @@ def read_root(path: Path) -> bytes:
         RootError: it is empty or too large.
     """
     if not path.is_file():
+        got = "nothing there"
+        if path.is_dir():
+            got = "a folder"
         raise MissingFileError(
             str(path),
             expected="the federation's 1.root.json, received out of band",
-            got="a folder" if path.is_dir() else "nothing there",
+            got=got,
             remedy="Ask the federation's operator for 1.root.json and compare its fingerprint by another way.",
         )
     # The size comes first: a wrong path, such as one of an expert, would be read into memory whole.
