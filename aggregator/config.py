@@ -15,6 +15,7 @@ from ddm.protocol.base import (
     MAX_DOCUMENT_BYTES,
     Digest,
     Document,
+    Licence,
     PlanId,
     ShortText,
     check_json,
@@ -52,6 +53,8 @@ class FederationSettings(Settings):
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")]
     host: Host
     port: Annotated[int, Field(gt=0, lt=65536)]
+    # Of the releases. Every plan states it, so that silos agree to it before they train.
+    licence: Licence
     # A larger shard takes more memory in every process on its way (`aggregator.monitoring.probes` has the figures).
     shard_bytes: Annotated[int, Field(ge=65536, le=128 * 1024**2)] = 64 * 1024**2
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
@@ -61,7 +64,6 @@ class FederationSettings(Settings):
     max_influence: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     quorum: Annotated[int, Field(gt=0, le=10_000)] = 1
     witnesses: Annotated[tuple[WitnessSettings, ...], Field(max_length=16)] = ()
-    licence: ShortText = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
 
 

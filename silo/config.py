@@ -209,10 +209,17 @@ class AuditPolicy(Settings):
 
 
 class ApprovalPolicy(Settings):
-    """Whether a person approves each submission, or this policy does; and whether later plans may carry it over."""
+    """Whether a person approves each submission, or this policy does; and what may be done with it afterwards.
+
+    Attributes:
+        kind: who approves.
+        carry_over: whether later plans may carry the submission over.
+        licences: under which releases may be published; with none, any licence.
+    """
 
     kind: Literal["person", "policy"] = "person"
     carry_over: bool = False
+    licences: tuple[ShortText, ...] = ()
 
 
 class Policy(Settings):

@@ -224,6 +224,8 @@ def test_aggregator_init_twice_overwrites_nothing_and_one_cut_short_leaves_no_ha
         fed,
         "--name",
         "tiny",
+        "--licence",
+        "CC-BY-4.0",
         "--address",
         "127.0.0.1:9092",
         "--passphrase-file",
@@ -271,6 +273,8 @@ def test_aggregator_init_names_the_address_when_it_is_none(
         tmp_path / "fed",
         "--name",
         "a",
+        "--licence",
+        "CC-BY-4.0",
         "--address",
         address,
         "--passphrase-file",
@@ -388,6 +392,7 @@ def test_commands_say_what_comes_first_when_given_too_early(
         "aggregator",
         "publish",
         fed,
+        "--rehearsal",
         "--out",
         tmp_path / "release",
         "--passphrase-file",
@@ -410,7 +415,14 @@ def test_publish_never_touches_what_is_there(
     fed = published.tiny.federation.path
     assert (
         run(
-            "aggregator", "publish", fed, "--out", published.release, "--passphrase-file", secret
+            "aggregator",
+            "publish",
+            fed,
+            "--rehearsal",
+            "--out",
+            published.release,
+            "--passphrase-file",
+            secret,
         ).code
         == 6
     )

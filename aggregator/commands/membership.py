@@ -15,7 +15,7 @@ from aggregator.commands.options import (
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.protocol.address import split_address
-from ddm.system.console import passphrase, remembered, say
+from ddm.system.console import ask, passphrase, remembered, say
 
 if TYPE_CHECKING:
     from aggregator.config import FederationSettings
@@ -29,6 +29,13 @@ def init(
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address at which silos reach this aggregator.")
     ],
+    licence: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPDX",
+            help="Licence of the releases, such as CC-BY-4.0; silos see it before they train.",
+        ),
+    ] = None,
     root_holder: Annotated[
         list[Path] | None,
         typer.Option(
@@ -58,7 +65,11 @@ def init(
     """Make a federation: keys, TLS certificates, root of trust, invitation."""
     from aggregator.setup import init_federation
 
-    settings = _settings(name, address, passphrase_file)
+    if licence is None:
+        licence = ask(
+            "Licence of the releases, for example CC-BY-4.0 or CC-BY-NC-SA-4.0", option="--licence"
+        )
+    settings = _settings(name, address, licence, passphrase_file)
     federation = Federation(fed)
     root = holders_from(root_holder, root_threshold, "--root-threshold")
     targets = holders_from(targets_holder, targets_threshold, "--targets-threshold")
@@ -155,7 +166,9 @@ def remove(
     say("Versions published so far keep its experts: replace them where you serve them.")
 
 
-def _settings(name: str, address: str, passphrase_file: Path | None) -> "FederationSettings":
+def _settings(
+    name: str, address: str, licence: str, passphrase_file: Path | None
+) -> "FederationSettings":
     from pydantic import ValidationError
 
     from aggregator.config import FederationSettings
@@ -174,10 +187,17 @@ def _settings(name: str, address: str, passphrase_file: Path | None) -> "Federat
             name=name,
             host=host,
             port=port,
+            licence=licence,
             # As an absolute path: later commands and the service may run in another folder.
             passphrase_file=remembered(passphrase_file),
         )
     except ValidationError as error:
+        if error.errors()[0]["loc"][0] == "licence":
+            raise SetupError(
+                "--licence",
+                expected="1 to 400 characters, such as CC-BY-4.0",
+                got=ascii(licence[:100]),
+            ) from error
         raise SetupError(
             "--name",
             expected="a letter a-z, then up to 40 of a-z, 0-9 and hyphens",

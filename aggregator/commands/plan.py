@@ -157,6 +157,7 @@ def describe_draft(draft: "Draft", cost: "Cost") -> str:
         *_expert_rows(draft, cost),
         *_statistic_rows(draft.plan, cost),
         *_weight_rows(draft.plan),
+        ("licence of the releases", draft.plan.licence),
         ("valid until", draft.plan.expires_at.isoformat()),
     ]
     return f"Plan {draft.plan.plan_id}\n" + table(rows, ("what", "value"))
@@ -165,7 +166,10 @@ def describe_draft(draft: "Draft", cost: "Cost") -> str:
 def _silo_rows(plan: "Plan") -> Iterator[Row]:
     """Yield who trains, whose experts are carried over, and the agreed size and share of the prior of each silo."""
     if plan.rehearsal:
-        yield "REHEARSAL", "experts draw noise: publish nothing of it"
+        yield (
+            "REHEARSAL",
+            "experts draw noise; publishing them takes `aggregator publish --rehearsal`",
+        )
     silos = ", ".join(plan.silos)
     if plan.carried:
         yield "silos that train", silos

@@ -24,16 +24,25 @@ def publish(
             help="Smallest number of silos in the release (default: that in federation.toml).",
         ),
     ] = None,
+    rehearsal: Annotated[
+        bool,
+        typer.Option(
+            "--rehearsal",
+            help="Publish a rehearsal, whose experts draw noise; it is marked as one.",
+        ),
+    ] = False,
     renew: Annotated[
         bool, typer.Option("--renew", help="Publish a new version even if nothing has changed.")
     ] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Publish the accepted experts and the router as a signed release; if nothing changed, copy the newest version."""
+    from aggregator.release.publish import check_rehearsal
     from aggregator.release.publish import publish as publish_release
     from ddm.publishing.witnesses import ask_witnesses
 
     federation = Federation(fed).require()
+    check_rehearsal(federation.current_plan()[0], is_intended=rehearsal)
     # Both may fail, and what follows may take minutes: so they come first.
     secret = federation_passphrase(federation, passphrase_file)
     witnesses = witnesses_of(federation)

@@ -60,6 +60,7 @@ class FederationTerms:
     Attributes:
         name: the federation's, with which the plan's id begins.
         root_digest: of its first root, which the plan names.
+        licence: of the releases that come of the plan.
         receipt_key: signs receipts once the plan is in force.
         training_cards: of the silos that train, sorted: with the rotated key where one waits.
         continued: the experts of an earlier plan that silos train on; None where they start afresh.
@@ -67,6 +68,7 @@ class FederationTerms:
 
     name: str
     root_digest: str
+    licence: str
     receipt_key: str
     training_cards: Mapping[str, Card]
     continued: ContinuedExperts | None
@@ -133,9 +135,11 @@ def read_terms(
         MissingFileError: the plan whose experts are trained on is not one of this federation.
     """
     silos = _choose_training_silos(federation, carried)
+    settings = federation.settings()
     return FederationTerms(
-        name=federation.settings().name,
+        name=settings.name,
         root_digest=federation.root_digest,
+        licence=settings.licence,
         receipt_key=str(next_receipts_key(federation)),
         # The plan in force keeps the old keys.
         training_cards=cards_for_next_plan(federation, silos),
@@ -193,6 +197,7 @@ def write_plan(
         silos=tuple(terms.training_cards),
         carried=carried_silos,
         agreed=agreed,
+        licence=terms.licence,
         receipt_key=terms.receipt_key,
         expert=complete_expert(recipe.expert, terms.continued, expert_shape),
     )

@@ -13,6 +13,7 @@ from ddm.io.files import write_atomic
 from ddm.protocol.base import File
 from ddm.protocol.growth import standing_of
 from ddm.protocol.manifest import Manifest, PublishedSilo
+from ddm.protocol.plan import Plan
 from ddm.protocol.router_report import RouterReport
 from ddm.protocol.submission import class_counts_path
 from ddm.publishing.contents import (
@@ -92,6 +93,30 @@ def publish(
         return Publication(manifest, fresh=True)
 
 
+def check_rehearsal(plan: Plan, *, is_intended: bool) -> None:
+    """Refuse to publish a rehearsal unless the operator asks for exactly that.
+
+    Raises:
+        PolicyError: the plan is a rehearsal, or --rehearsal was given for one that is none.
+    """
+    if plan.rehearsal == is_intended:
+        return
+    if plan.rehearsal:
+        raise PolicyError(
+            "release",
+            expected="experts that were trained to draw images",
+            got=f"plan {plan.plan_id}, a rehearsal, whose experts draw noise",
+            remedy="Sign a plan whose recipe has no rehearsal = true; or publish the rehearsal, marked as one, to try "
+            "it out: --rehearsal.",
+        )
+    raise PolicyError(
+        "--rehearsal",
+        expected="a plan with rehearsal = true",
+        got=f"plan {plan.plan_id}, which is none",
+        remedy="Publish without --rehearsal.",
+    )
+
+
 def check_quorum(inventory: Inventory, quorum: int) -> None:
     """Refuse a release of fewer silos than the operator asks for.
 
@@ -156,7 +181,6 @@ def describe_contents(
     members = tuple(_describe_member(inventory, silo) for silo in inventory.silos.values())
     return ReleaseContents(
         name=settings.name,
-        licence=settings.licence,
         cite=settings.cite,
         root_name=ROOT_NAME,
         plan=inventory.plan,

@@ -28,7 +28,7 @@ from ddm.loading.release import Release
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.calibration import calibration_bands, calibration_rows
 from ddm.protocol.growth import describe_standing
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import REHEARSAL, Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 from ddm.system.secrecy import forbid_core_dumps
 
@@ -56,6 +56,7 @@ def verify(
     # What was hashed and signed, for a person who compares it with the folder's size.
     total = sum(file.bytes for file in verified.files.values())
     say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
+    _say_rehearsal(opened)
     say(f"  root       {verified.root_fingerprint}")
     say(
         f"  files      {len(verified.files)} signed files, {total} bytes; none missing, none unlisted"
@@ -107,6 +108,7 @@ def info(
     say(
         f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}"
     )
+    _say_rehearsal(opened)
     say(
         f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}"
     )
@@ -136,6 +138,11 @@ def info(
     for expert in manifest.private_experts:
         say(f"  expert {expert.expert_id}: {expert.privacy}, replace-one")
     warn_if_expired(opened)
+
+
+def _say_rehearsal(opened: Release) -> None:
+    if opened.plan.rehearsal:
+        say(f"  {REHEARSAL}")
 
 
 def _silo_table(opened: Release) -> str:

@@ -301,7 +301,6 @@ def _gather_contents(
     present_names = {member.silo_id for member in members}
     return ReleaseContents(
         name=split.name,
-        licence=split.licence,
         cite=split.cite,
         root_name=islands.root.name,
         plan=plan,

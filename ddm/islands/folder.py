@@ -60,7 +60,6 @@ class Split(Document):
     seed: NaturalInt
     name: ShortText
     data: LocalText
-    licence: ShortText
     cite: ShortText
     islands: Annotated[tuple[SplitIsland, ...], Field(min_length=2, max_length=1024)]
     software: dict[ShortText, ShortText]

@@ -6,7 +6,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from ddm.io.settings import Settings
 from ddm.planning.recipe import SharedRecipe
-from ddm.protocol.base import ShortText
+from ddm.protocol.base import Licence, ShortText
 from ddm.protocol.learning import OwnAdaptation
 from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.statistics import Statistics
@@ -26,7 +26,7 @@ class OwnerRecipe(Settings):
     """
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")] = "islands"
-    licence: ShortText = "CC-BY-4.0"
+    licence: Licence = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
     fit_images: Annotated[int, Field(gt=0, le=10**7)] = 40_000
     num_groups: Annotated[int, Field(gt=0, le=4096)] | None = None

@@ -315,6 +315,7 @@ def _write_plan(data: DividedData, receipt_key: str, root_digest: str, folder: P
         name=recipe.owner.name,
         root_digest=root_digest,
         valid_for=_PLAN_LIFE,
+        licence=recipe.owner.licence,
         silos=tuple(names),
         # Each island counts as exactly its number of images.
         agreed={name: AgreedSize(images=size) for name, size in zip(names, sizes, strict=True)},
@@ -479,7 +480,6 @@ def _split_record(data: DividedData, plan: Plan) -> Split:
         seed=data.recipe.public.seed,
         name=owner.name,
         data=data.dataset.path.name,
-        licence=owner.licence,
         cite=owner.cite,
         islands=tuple(islands),
         software={name: version(name) for name in ("archipelago", "torch")},

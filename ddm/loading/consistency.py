@@ -87,6 +87,13 @@ def _check_plan(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> No
         raise ReplayError(
             "manifest.json", expected=f"plan digest {plan_digest}", got=manifest.plan_digest
         )
+    # Silos sent their experts for this licence, which a publisher must not change afterwards.
+    if manifest.licence != plan.licence:
+        raise TrustError(
+            "manifest.json, licence",
+            expected=f"{plan.licence}, as the plan states",
+            got=manifest.licence,
+        )
 
 
 def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:

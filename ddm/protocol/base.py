@@ -46,6 +46,7 @@ ShortText = Annotated[str, StringConstraints(pattern=TEXT_PATTERN, max_length=MA
 """Free text of a document: what is signed or published has no other type for it."""
 LocalText = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 """Text of a record that stays where it was written, such as a path: shown with `ddm.system.escape`."""
+Licence = Annotated[ShortText, StringConstraints(min_length=1)]
 # Without a zone it would be another moment on each machine.
 Time = AwareDatetime
 Unit = Literal["image", "patient"]

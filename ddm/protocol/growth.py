@@ -52,7 +52,7 @@ def check_carried(carried: CarriedSilo, old: Plan, new: Plan) -> None:
 
     Raises:
         FederationError: the earlier plan is one of another federation.
-        ReplayError: names the field that differs, or the silo was no silo of the earlier plan.
+        ReplayError: names the field that differs (the licence is one), or the silo was no silo of the earlier plan.
     """
     subject = f"plan {new.plan_id}, {carried.silo_id} carried from {carried.plan_id}"
     # A consent to later plans is one to those of the same federation.
@@ -63,6 +63,15 @@ def check_carried(carried: CarriedSilo, old: Plan, new: Plan) -> None:
             subject,
             expected=f"plan {carried.plan_id}, for which {carried.silo_id} trained",
             got=f"plan {old.plan_id} with {', '.join(old.silos)[:200]}",
+        )
+    # The silo sent its expert for releases under the earlier licence.
+    if old.licence != new.licence:
+        raise ReplayError(
+            f"{subject}: licence",
+            expected=f"{old.licence}, as in the plan for which it was trained",
+            got=new.licence,
+            remedy="Set licence in federation.toml to the earlier one, or let the silo train again: "
+            f"--replace {carried.silo_id}.",
         )
     changes = differences(old, new, carried.silo_id)
     if not changes:

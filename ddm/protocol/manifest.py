@@ -149,7 +149,7 @@ class Manifest(Document):
         version: 1, 2, ... over all releases of the same publisher.
         supersedes_digest: sha256 of the manifest of the version before; null for the first.
         published_at: when.
-        licence: of the release.
+        licence: of the release: that of the plan.
         cite: how to cite it.
         missing_silos: silos of the plan that sent no submission that was accepted.
         withdrawn_silos: silos that left the plan.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ddm.protocol.architecture import ClassCondition, Condition
-from ddm.protocol.base import File, KeyText, Model, PlanId, SiloId, Time
+from ddm.protocol.base import File, KeyText, Licence, Model, PlanId, SiloId, Time
 from ddm.protocol.carried import CarriedSilo, check_carried_silos
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import Encoder
@@ -25,6 +25,8 @@ from ddm.protocol.partition import (
 from ddm.protocol.routers import RouterSettings
 from ddm.protocol.statistics import Budget, Statistics
 from ddm.protocol.transform import TransformSpec
+
+REHEARSAL = "A rehearsal: it tries the federation out, and its experts draw noise."
 
 
 class ModelTerms(Model):
@@ -62,12 +64,16 @@ class Plan(PlanTerms, FederationDocument):
 
     `silos` train for this plan; the experts of those in `carried` go on from an earlier one. The fields that an
     operator chooses are in `PlanTerms`; those here are fitted, counted or signed.
+
+    Attributes:
+        licence: of the releases that contain what the silos send.
     """
 
     format: Literal["archipelago/plan/1"] = "archipelago/plan/1"
     plan_id: PlanId
     created_at: Time
     expires_at: Time
+    licence: Licence
     silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
     carried: Annotated[tuple[CarriedSilo, ...], Field(max_length=1024)] = ()
     agreed: Annotated[dict[SiloId, AgreedSize], Field(max_length=1024)]

@@ -60,7 +60,6 @@ class ReleaseContents:
 
     Attributes:
         name: of the federation or of the owner's data set.
-        licence: of the release.
         cite: how to cite it.
         root_name: the file name under which readers get the root of trust.
         plan: the plan.
@@ -73,7 +72,6 @@ class ReleaseContents:
     """
 
     name: str
-    licence: str
     cite: str
     root_name: str
     plan: Plan
@@ -111,7 +109,7 @@ def draft_manifest(contents: ReleaseContents, version: StagedVersion) -> Manifes
         version=version.number,
         supersedes_digest=supersedes_digest,
         published_at=version.created_at,
-        licence=contents.licence,
+        licence=contents.plan.licence,
         cite=contents.cite,
         missing_silos=contents.missing_silos,
         withdrawn_silos=contents.withdrawn_silos,

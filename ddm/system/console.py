@@ -164,6 +164,27 @@ def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
         raise typer.Abort
 
 
+def ask(question: str, *, option: str) -> str:
+    """Ask at the terminal for a text.
+
+    Args:
+        question: what to ask.
+        option: the command's option that gives the same.
+
+    Raises:
+        SetupError: standard input is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise SetupError(
+            question,
+            expected=f"an answer, or {option}",
+            got="a standard input that is no terminal",
+            remedy=f"Add {option}.",
+        )
+    answer: str = typer.prompt(question)
+    return answer.strip()
+
+
 def passphrase(
     path: Path | None, configured: str | None, prompt: str, *, is_new: bool = False
 ) -> bytes:

@@ -121,7 +121,9 @@ def make_plan(folder: Path, num: int) -> None:
     """Draft the plan of a federation of one silo that brings so many."""
     federation, site = Federation(folder / "fed"), Site(folder / "site")
     init_federation(
-        federation, FederationSettings(name="bench", host="127.0.0.1", port=9092), PASSPHRASE
+        federation,
+        FederationSettings(name="bench", host="127.0.0.1", port=9092, licence="CC-BY-4.0"),
+        PASSPHRASE,
     )
     digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
     invited = read_invitation(federation.path / "invitation.json", digest)

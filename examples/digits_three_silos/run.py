@@ -95,6 +95,8 @@ def set_up_aggregator(demo: Demo, port: int) -> None:
         out / "fed",
         "--name",
         "digits",
+        "--licence",
+        "CC-BY-4.0",
         "--address",
         address,
         "--passphrase-file",

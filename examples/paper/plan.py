@@ -53,6 +53,7 @@ def plan_for(
         "expires_at": (created + timedelta(days=1)).isoformat(),
         "silos": list(silos),
         "agreed": {silo: {"images": 1 << 20} for silo in silos},
+        "licence": "CC-BY-4.0",
         "receipt_key": f"ed25519:{digest}",
         "files": [
             {"path": f"plan/{name}.safetensors", "bytes": 1, "digest": digest} for name in names

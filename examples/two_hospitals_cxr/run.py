@@ -10,6 +10,7 @@ import argparse
 import json
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -72,7 +73,9 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
         demo.wait(*demo.background)
     with timed(stages, "router and release"):
         demo.call("aggregator", "router", out / "fed")
-        demo.call("aggregator", "publish", out / "fed", "--out", out / "release")
+        recipe = tomllib.loads(given.recipe.read_text())
+        marks = ["--rehearsal"] if recipe.get("rehearsal") else []
+        demo.call("aggregator", "publish", out / "fed", *marks, "--out", out / "release")
     with timed(stages, "verify and sample"):
         trust = ("--root", out / "root.json", "--state", out / "state")
         demo.call("ddm", "verify", out / "release", *trust)
@@ -97,6 +100,8 @@ def set_up(demo: Demo) -> None:
         out / "fed",
         "--name",
         "cxr",
+        "--licence",
+        "CC-BY-4.0",
         "--address",
         f"127.0.0.1:{demo.free_port()}",
         "--passphrase-file",

@@ -59,6 +59,13 @@ def broken_rules(
     yield from _privacy_rules(plan, policy)
     yield from _training_rules(plan, policy, silo_id)
     yield from declared_rules(plan, policy)
+    licences = policy.approval.licences
+    if licences and plan.licence not in licences:
+        yield BrokenRule(
+            "licence of the releases",
+            f"{' or '.join(licences)} (approval.licences in policy.toml)",
+            plan.licence,
+        )
     yield from _audit_rules(plan.audit, policy.audit)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ddm.errors import ApprovalError, ArchipelagoError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import REHEARSAL, Plan
 from ddm.protocol.submission import Submission, SubmittedExpert, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.statistics.of_plan import statistics_of
@@ -31,10 +31,7 @@ _PUBLIC = "public"
 _OF_PLAN = "the plan's"
 # In place of a value that one of two documents lacks.
 _ABSENT = "(none)"
-REHEARSAL = (
-    "This plan only tries the federation out: its experts draw noise, and nothing of it should be published. Weights "
-    "and statistics leave all the same, and what they cost is spent."
-)
+_REHEARSAL_COST = "Weights and statistics leave all the same, and what they cost is spent."
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class ReviewFacts:
     @property
     def rehearsal(self) -> str:
         """What a person must know where the plan is a rehearsal; else empty."""
-        return REHEARSAL if self.plan.rehearsal else ""
+        return f"{REHEARSAL} {_REHEARSAL_COST}" if self.plan.rehearsal else ""
 
 
 def read_review_facts(site: Site) -> ReviewFacts:

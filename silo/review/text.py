@@ -45,6 +45,7 @@ def _heading(facts: ReviewFacts) -> str:
         f"  leak audit      {_audit_words(draft)}",
         f"  measured here   {measured}",
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
+        f"  licence         {facts.plan.licence}, of every release that contains it",
         f"  later plans     {_CARRY_OVER[draft.carry_over]}",
         f"  ledger          {draft.ledger.num_entries} entries, head {draft.ledger.head_digest[:16]}",
     ]

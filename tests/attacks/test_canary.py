@@ -107,7 +107,7 @@ def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_read
             operators.stop()
     assert not any(operators.num_restarts.values())
     operators.call("aggregator", "router", fed)
-    operators.call("aggregator", "publish", fed, "--out", tmp_path / "release")
+    operators.call("aggregator", "publish", fed, "--rehearsal", "--out", tmp_path / "release")
     root = fed / "tuf" / "metadata" / "1.root.json"
     assert "none unlisted" in operators.call("ddm", "verify", tmp_path / "release", "--root", root)
     said = tmp_path / "said"
@@ -133,7 +133,16 @@ def set_up(operators: Operators) -> None:
     secret = ("--passphrase-file", folder / "pass")
     address = f"127.0.0.1:{free_port()}"
     operators.call(
-        "aggregator", "init", operators.fed, "--name", "two", "--address", address, *secret
+        "aggregator",
+        "init",
+        operators.fed,
+        "--name",
+        "two",
+        "--licence",
+        "CC-BY-4.0",
+        "--address",
+        address,
+        *secret,
     )
     fingerprint = json.loads((operators.fed / "invitation.json").read_text())["root_digest"]
     for seed, (silo_id, export) in enumerate(EXPORTS.items()):

@@ -194,7 +194,13 @@ def test_silo_that_never_delivered_is_missing_and_joins_by_growth(
     words = ("--passphrase-file", secret)
     assert run_command("aggregator", "router", tiny.federation.path).code == 0
     said = run_command(
-        "aggregator", "publish", tiny.federation.path, "--out", tmp_path / "partial", *words
+        "aggregator",
+        "publish",
+        tiny.federation.path,
+        "--rehearsal",
+        "--out",
+        tmp_path / "partial",
+        *words,
     )
     assert "without a submission: west" in said.out
     trust = ("--root", published.root, "--state", tmp_path / "state")
@@ -575,6 +581,8 @@ def test_differences_are_those_that_change_the_meaning(grown_once: PublishedRele
     carried = new.plan.carried[0]
     assert differences(old, new.plan, "east") == []
     check_carried(carried, old, new.plan)
+    with pytest.raises(ReplayError, check=has_subject("licence")):
+        check_carried(carried, old, new.plan.model_copy(update={"licence": "CC0-1.0"}))
     fields = new.plan.model_dump(mode="json")
     for path, value in (
         ("plan/sketch.safetensors", "0" * 64),

@@ -117,6 +117,8 @@ def found(command: Callable[..., None], folder: Path) -> TinyFederation:
         folder / "fed",
         "--name",
         "tiny",
+        "--licence",
+        "CC-BY-4.0",
         "--address",
         "127.0.0.1:9092",
         *secret,
@@ -286,7 +288,9 @@ def test_nothing_private_is_exposed_when_a_whole_federation_runs_with_umask_000(
         operators.wait_until(lambda: all_services_ended(operators), "the end")
         operators.stop()
         operators.call("aggregator", "router", operators.fed)
-        operators.call("aggregator", "publish", operators.fed, "--out", tmp_path / "release")
+        operators.call(
+            "aggregator", "publish", operators.fed, "--rehearsal", "--out", tmp_path / "release"
+        )
     finally:
         operators.stop()
         os.umask(before)

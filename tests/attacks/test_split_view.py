@@ -65,11 +65,11 @@ class Histories:
         return self.folder / name / "targets" / self.plan_id / "manifest.tlog-proof"
 
 
-def licensed(federation: Federation, licence: str) -> None:
+def cited(federation: Federation, citation: str) -> None:
     """Change what the next manifest says."""
     path = federation.path / "federation.toml"
     save_settings(
-        load_settings(FederationSettings, path).model_copy(update={"licence": licence}),
+        load_settings(FederationSettings, path).model_copy(update={"cite": citation}),
         path,
         "edited",
     )
@@ -120,7 +120,7 @@ def histories(
             shutil.copytree(honest.path, fork.path)
             if edit:
                 rewrite(fork, edit)
-            licensed(fork, f"licence of {name}")
+            cited(fork, f"paper of {name}")
             sign_more_versions(fork)
             publish(fork, PASSPHRASE, folder / name, renew=True)
         publish(Federation(folder / "fed-forked"), PASSPHRASE, folder / "forked-later", renew=True)

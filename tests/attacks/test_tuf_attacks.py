@@ -95,7 +95,7 @@ class Readers:
         """Publish the next version and serve it."""
         self.num += 1
         out = self.folder / f"release-{self.num}"
-        self.operate("publish", self.fed, "--out", out, "--renew")
+        self.operate("publish", self.fed, "--rehearsal", "--out", out, "--renew")
         self.serve(out)
         return out
 

@@ -30,7 +30,7 @@ def published(federation: Federation, server: Witness, passphrase: Path) -> Comm
         "edited",
     )
     options = ("--out", federation.path / "out", "--renew", "--passphrase-file", passphrase)
-    return run_command("aggregator", "publish", federation.path, *options)
+    return run_command("aggregator", "publish", federation.path, "--rehearsal", *options)
 
 
 def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(

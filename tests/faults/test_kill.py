@@ -110,7 +110,9 @@ def check_nothing_lost_or_doubled(operators: Operators) -> dict[str, str]:
 
 def check_published_once(operators: Operators, digests: dict[str, str]) -> None:
     operators.call("aggregator", "router", operators.fed)
-    operators.call("aggregator", "publish", operators.fed, "--out", operators.folder / "release")
+    operators.call(
+        "aggregator", "publish", operators.fed, "--rehearsal", "--out", operators.folder / "release"
+    )
     assert sorted(
         path.name for path in (operators.fed / "releases").iterdir() if path.name.isdigit()
     ) == ["1"]

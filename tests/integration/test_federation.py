@@ -93,7 +93,7 @@ def set_up(operators: FederationOperators) -> None:
     (folder / "pass").write_text("correct horse\n")
     address = f"127.0.0.1:{free_port()}"
     operators.call("aggregator", "init", folder / "fed", "--name", "two", "--address", address,
-                   "--passphrase-file", folder / "pass")  # fmt: skip
+                   "--licence", "CC-BY-4.0", "--passphrase-file", folder / "pass")  # fmt: skip
     settings = folder / "fed" / "federation.toml"
     settings.write_text(
         settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}")
@@ -175,7 +175,9 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(
     assert {path.name for path in arrived.parent.iterdir()} == set(SILOS)
 
     operators.call("aggregator", "router", folder / "fed")
-    operators.call("aggregator", "publish", folder / "fed", "--out", folder / "release")
+    operators.call(
+        "aggregator", "publish", folder / "fed", "--rehearsal", "--out", folder / "release"
+    )
     root = folder / "fed" / "tuf" / "metadata" / "1.root.json"
     trust = ("--root", root, "--state", folder / "state")
     assert "none unlisted" in operators.call("ddm", "verify", folder / "release", *trust)

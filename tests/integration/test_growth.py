@@ -36,7 +36,7 @@ def run_plan(operators: Operators, silos: tuple[str, ...]) -> None:
 
 def publish(operators: Operators, out: Path) -> str:
     operators.call("aggregator", "router", operators.fed)
-    return operators.call("aggregator", "publish", operators.fed, "--out", out)
+    return operators.call("aggregator", "publish", operators.fed, "--rehearsal", "--out", out)
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_two_silos_run_in_containers_and_code_in_the_couriers_place_gets_nothing
         assert json.loads(submission.read_bytes())["isolation"] == "containers"
     for words in (
         ["router", operators.fed],
-        ["publish", operators.fed, "--out", folder / "release"],
+        ["publish", operators.fed, "--rehearsal", "--out", folder / "release"],
     ):
         operators.call("aggregator", *words)
     root = operators.fed / "tuf" / "metadata" / "1.root.json"

@@ -190,7 +190,7 @@ def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_noth
     fed_user = ["runuser", "-u", name_of("agg"), "--"]
     for words in (
         ["router", operators.fed],
-        ["publish", operators.fed, "--out", operators.fed / "release"],
+        ["publish", operators.fed, "--rehearsal", "--out", operators.fed / "release"],
     ):
         command = [*EMPTY, *fed_user, operators.programs / "aggregator", *words]
         done_by = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")

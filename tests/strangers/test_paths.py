@@ -109,6 +109,7 @@ FREE_TEXT = {
         "Submission.software",
         "Island.software",
         "Manifest.licence",
+        "Plan.licence",
         "Manifest.cite",
     ),
     *(

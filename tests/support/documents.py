@@ -23,6 +23,7 @@ def plan_document(**changes: object) -> dict[str, Any]:
         "created_at": created.isoformat(),
         "expires_at": (created + timedelta(days=90)).isoformat(),
         "silos": ["east", "north", "west"],
+        "licence": "CC-BY-4.0",
         "receipt_key": "ed25519:" + "b" * 64,
         "files": files,
         "data": {"shape": [1, 8, 8], "range": [-1.0, 1.0]},

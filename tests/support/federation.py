@@ -160,7 +160,7 @@ class TinyFederation:
     ) -> "TinyFederation":
         """Make the federation and enroll its silos; with `patients`, two or three images belong to each."""
         federation = Federation(path / "fed")
-        settings = FederationSettings(name="tiny", host="127.0.0.1", port=9092)
+        settings = FederationSettings(name="tiny", host="127.0.0.1", port=9092, licence="CC-BY-4.0")
         init_federation(federation, settings, PASSPHRASE)
         tiny = cls(path, federation, {})
         for index, (silo_id, size) in enumerate(sizes.items()):

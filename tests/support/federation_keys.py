@@ -89,7 +89,9 @@ class KeyedFederation:
 
     def found(self, root: Holders | None = None, targets: Holders | None = None) -> list[str]:
         """Make the federation."""
-        settings = FederationSettings(name="digits", host="127.0.0.1", port=9092)
+        settings = FederationSettings(
+            name="digits", host="127.0.0.1", port=9092, licence="CC-BY-4.0"
+        )
         return init_federation(self.federation, settings, PASSPHRASE, root=root, targets=targets)
 
     def enroll(self, silo_id: str, key: SigningKey | None = None) -> None:

@@ -156,6 +156,8 @@ def set_up_federation(
         operators.fed,
         "--name",
         "two",
+        "--licence",
+        "CC-BY-4.0",
         "--address",
         f"{host}:{free_port()}",
         *secret,

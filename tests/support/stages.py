@@ -131,10 +131,10 @@ def _work(at: Path) -> Iterator[tuple[str, Path]]:
 
 _KEYS = ("--passphrase-file", "{at}/pass")
 _ROOT = ("--root", "{at}/fed/tuf/metadata/1.root.json", "--state", "{at}/state")
-_PUBLISH = ("aggregator", "publish", "{at}/fed", "--out", "{at}/out", *_KEYS)
+_PUBLISH = ("aggregator", "publish", "{at}/fed", "--rehearsal", "--out", "{at}/out", *_KEYS)
 _VERIFY = ("ddm", "verify", "{at}/out", *_ROOT)
 _LOG = ("aggregator", "log", "{at}/fed", *_KEYS)
-_AGAIN = ("aggregator", "publish", "{at}/fed", "--out", "{at}/again", *_KEYS)
+_AGAIN = ("aggregator", "publish", "{at}/fed", "--rehearsal", "--out", "{at}/again", *_KEYS)
 _NORTH = "{at}/north"
 _DECISIONS = ("silo", "log", "verify", _NORTH)
 _STATUS = ("aggregator", "status", "{at}/fed", "--json")
@@ -165,6 +165,8 @@ CASES = {
                 "{at}/fed",
                 "--name",
                 "two",
+                "--licence",
+                "CC-BY-4.0",
                 "--address",
                 "127.0.0.1:9092",
                 *_KEYS,

@@ -160,7 +160,9 @@ class MadeUp:
         """Make the operator's folder and the silos' sites, enroll them, sign a plan for this architecture."""
         federation = Federation(path / "fed")
         init_federation(
-            federation, FederationSettings(name="bench", host="127.0.0.1", port=9092), PASSPHRASE
+            federation,
+            FederationSettings(name="bench", host="127.0.0.1", port=9092, licence="CC-BY-4.0"),
+            PASSPHRASE,
         )
         root_digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
         sites = {}

@@ -19,6 +19,7 @@ def small_plan(shape: Sequence[int], num_steps: int) -> Plan:
         "expires_at": (created + timedelta(days=1)).isoformat(),
         "silos": silos,
         "agreed": {silo: {"images": 1024, "patients": None} for silo in silos},
+        "licence": "CC-BY-4.0",
         "receipt_key": "ed25519:" + "b" * 64,
         "files": [
             {"path": f"plan/{name}.safetensors", "bytes": 8448, "digest": "a" * 64}

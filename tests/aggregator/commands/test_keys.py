@@ -53,6 +53,8 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
         fed,
         "--name",
         "tiny",
+        "--licence",
+        "CC-BY-4.0",
         "--address",
         "127.0.0.1:9092",
         *by,

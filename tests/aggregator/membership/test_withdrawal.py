@@ -270,14 +270,16 @@ def test_commands_say_aloud_who_is_missing_and_publish_the_same_once(
         return capsys.readouterr().out
 
     fed = tiny.federation.path
-    first = said("publish", fed, "--out", tmp_path / "1")
+    first = said("publish", fed, "--rehearsal", "--out", tmp_path / "1")
     assert "version 1" in first
     assert "PARTIAL: 1 of the plan's 2 silos" in first
     assert "without a submission: east" in first
-    assert "nothing new was published" in said("publish", fed, "--out", tmp_path / "2")
+    assert "nothing new was published" in said(
+        "publish", fed, "--rehearsal", "--out", tmp_path / "2"
+    )
     output = said("withdraw", fed, "east", "--reason", REASON)
     assert REASON in output
     assert "aggregator router" in output
-    second = said("publish", fed, "--out", tmp_path / "3", "--quorum", 1)
+    second = said("publish", fed, "--rehearsal", "--out", tmp_path / "3", "--quorum", 1)
     assert "version 2" in second
     assert "withdrawn: east" in second

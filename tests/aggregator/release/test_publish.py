@@ -91,8 +91,8 @@ def test_same_content_is_copied_out_again_and_makes_no_new_version(
 def test_changed_content_or_an_aged_timestamp_makes_a_new_version(
     published: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle(published.tiny, licence="CC0-1.0")
-    assert publish_next_version(published.tiny, tmp_path / "licence").manifest.version == 2
+    settle(published.tiny, cite="another paper")
+    assert publish_next_version(published.tiny, tmp_path / "cite").manifest.version == 2
     assert not publish_next_version(published.tiny, tmp_path / "same").fresh
     monkeypatch.setattr(
         aggregator.release.publish, "RENEWED_BEFORE", aggregator.release.publish.RENEWED_BEFORE * 4
@@ -225,7 +225,7 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
 
 def crash_steps(published: PublishedRelease, folder: Path, stride: int) -> int:
     """Crash at every `stride`-th step until none is left; return at how many."""
-    settle(published.tiny, licence="CC0-1.0")
+    settle(published.tiny, cite="another paper")
     for steps in count():
         there = folder / str(steps)
         if not check_crash(published, there, steps * stride):
@@ -260,7 +260,7 @@ def test_two_operators_at_once_publish_one_version(
     published: PublishedRelease, tmp_path: Path
 ) -> None:
     """Two processes; the loser of the race is refused, or comes after and copies the same version out."""
-    settle(published.tiny, licence="CC0-1.0")
+    settle(published.tiny, cite="another paper")
     outs = [tmp_path / "one", tmp_path / "two"]
     ready = os.pipe()
     go = os.pipe()

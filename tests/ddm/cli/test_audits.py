@@ -7,6 +7,7 @@ import pytest
 
 from ddm.cli.audits import audit_lines, audits_as_json
 from ddm.loading.release import Release
+from ddm.protocol.plan import REHEARSAL
 from ddm.protocol.submission import Responsible, Submission
 from tests.conftest import PublishedRelease
 from tests.support.commands import run_command
@@ -37,6 +38,11 @@ def test_verify_and_info_name_who_waived_why_and_until_when(
     for name in ("verify", "info"):
         assert (
             said
+            in run_command("ddm", name, published_once.release, "--root", published_once.root).out
+        )
+        # The control of a mark that must never be missing: this plan is a rehearsal.
+        assert (
+            REHEARSAL
             in run_command("ddm", name, published_once.release, "--root", published_once.root).out
         )
     output = json.loads(

@@ -272,6 +272,7 @@ def unequal(manifest: Manifest) -> Manifest:
 
 
 LIES: dict[str, Callable[[Manifest], Manifest]] = {
+    "licence": lambda manifest: edited(manifest, "manifest", licence="CC0-1.0"),
     "epsilon": lambda manifest: edited(manifest, "silos", epsilon=0.01),
     "delta": lambda manifest: edited(manifest, "silos", delta=1e-9),
     "audit": lambda manifest: edited(manifest, "silos", audit="pass"),

@@ -34,6 +34,7 @@ from ddm.pages.pictures import MAX_PIXELS
 from ddm.pages.render import MAX_NAMED_CLASSES
 from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.manifest import Manifest
+from ddm.protocol.plan import REHEARSAL
 from ddm.protocol.submission import Submission
 from ddm.protocol.transform import TransformSpec
 from ddm.publishing import drawing, figures
@@ -97,7 +98,6 @@ def page_input(published: PublishedRelease) -> PageInput:
     settings = federation.settings()
     contents = ReleaseContents(
         name=settings.name,
-        licence=settings.licence,
         cite=settings.cite,
         root_name=ROOT_NAME,
         plan=inventory.plan,
@@ -314,6 +314,14 @@ def hostile(inputs: PageInput) -> PageInput:
     )
     manifest = inputs.manifest.model_copy(update={"cite": HOSTILE, "licence": HOSTILE})
     return replace(changed, manifest=manifest)
+
+
+def test_card_and_report_call_a_rehearsal_one(inputs: PageInput) -> None:
+    rehearsal = undrawn(inputs.with_plan(rehearsal=True))
+    trained = undrawn(inputs.with_plan(rehearsal=False))
+    for name in (CARD_NAME, REPORT_NAME):
+        assert REHEARSAL in rehearsal[name]
+        assert "rehearsal" not in trained[name].lower()
 
 
 def test_markup_in_free_text_is_text_in_the_report(inputs: PageInput) -> None:

@@ -50,6 +50,13 @@ def test_policy_refuses_a_plan_that_asks_for_more() -> None:
                 check_plan(plan(), policy, silo_id="north", now=now_utc())
 
 
+def test_policy_refuses_a_plan_whose_releases_have_a_licence_that_the_site_did_not_name() -> None:
+    policy = ordinary_policy(Policy.model_validate({"approval": {"licences": ["CC0-1.0"]}}))
+    with pytest.raises(PolicyError, check=has_subject("licence of the releases")):
+        check_plan(plan(), policy, silo_id="north", now=now_utc())
+    check_plan(plan(licence="CC0-1.0"), policy, silo_id="north", now=now_utc())
+
+
 def test_policy_refuses_a_plan_that_does_not_name_this_silo() -> None:
     with pytest.raises(PolicyError, check=has_subject("silos")):
         check_plan(plan(), ALLOWED, silo_id="south", now=now_utc())
