@@ -166,10 +166,7 @@ def describe_draft(draft: "Draft", cost: "Cost") -> str:
 def _silo_rows(plan: "Plan") -> Iterator[Row]:
     """Yield who trains, whose experts are carried over, and the agreed size and share of the prior of each silo."""
     if plan.rehearsal:
-        yield (
-            "REHEARSAL",
-            "experts draw noise; publishing them takes `aggregator publish --rehearsal`",
-        )
+        yield "REHEARSAL", "experts draw noise; see `aggregator publish --rehearsal`"
     silos = ", ".join(plan.silos)
     if plan.carried:
         yield "silos that train", silos

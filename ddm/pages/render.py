@@ -8,7 +8,6 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ddm.protocol.plan import REHEARSAL
 from ddm.system.console import human_bytes, human_seconds
 
 MAX_NAMED_CLASSES = 64  # whose names a page shows; a plan may have 4096
@@ -64,7 +63,6 @@ def _environment(package: str, **escaping: Any) -> Environment:
         **escaping,
     )
     environment.globals["MAX_NAMED_CLASSES"] = MAX_NAMED_CLASSES
-    environment.globals["REHEARSAL"] = REHEARSAL
     environment.filters |= {
         "bytes": human_bytes,
         "seconds": human_seconds,

@@ -18,7 +18,7 @@ from ddm.protocol.calibration import calibration_rows
 from ddm.protocol.growth import describe_standing
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import REHEARSAL, Plan
 from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.submission import Submission
 from ddm.publishing.contents import ReleaseContents
@@ -157,6 +157,7 @@ def render_pages(
     values: dict[str, Any] = {
         "contents": contents,
         "plan": plan,
+        "rehearsal": REHEARSAL if plan.rehearsal else "",
         "manifest": manifest,
         "members": members,
         "absent": _absent_members(manifest),

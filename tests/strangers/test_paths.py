@@ -136,6 +136,7 @@ FREE_TEXT = {
     *(
         "_VersionRecord.roles",
         "RemovedRoles.roles",
+        "RemovedRoles.left",
         "LogRecord.checkpoint",
     ),  # this computer's own memory
     "PublishedSilo.units_reason",  # printed and escaped

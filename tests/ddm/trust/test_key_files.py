@@ -38,7 +38,7 @@ def encrypt_as_before(path, passphrase=PASSPHRASE):
 
 def test_every_key_that_a_federation_and_an_owner_keep_is_slow_to_guess(tmp_path):
     federation = Federation(tmp_path / "fed")
-    settings = FederationSettings(name="digits", host="127.0.0.1", port=9092)
+    settings = FederationSettings(name="digits", host="127.0.0.1", port=9092, licence="CC-BY-4.0")
     init_federation(federation, settings, PASSPHRASE)
     (tmp_path / "owner").mkdir()
     make_keys(PublisherFolder(tmp_path / "owner"), PASSPHRASE)
