@@ -1,8 +1,9 @@
 """Gives a plan up, from any state, and leaves a notice for the aggregator that this silo's key has signed."""
 
 import shutil
+from contextlib import suppress
 
-from ddm.errors import ApprovalError
+from ddm.errors import ApprovalError, DigestError, FormatError, MissingFileError
 from ddm.io.files import write_for_group
 from ddm.io.locks import locked
 from ddm.io.modes import group_folder
@@ -48,11 +49,13 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
     Raises:
         BusyError: the worker is running.
         ApprovalError: there is no plan to give up.
+        FederationError: the plan is of another federation than the root that this site pinned.
         DecisionLogError: the site's log of decisions is damaged.
     """
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
         plan_id = check_withdrawable(state)
+        _check_federation(site, plan_id, state.plan_digest)
         withdrawn = state
         if state.state != "withdrawn":
             withdrawn = state.after("withdraw")
@@ -72,6 +75,20 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
         approval_path(site).unlink(missing_ok=True)
         shutil.rmtree(review_folder(site), ignore_errors=True)
         return withdrawn
+
+
+def _check_federation(site: Site, plan_id: str, plan_digest: str | None) -> None:
+    """Refuse to sign a notice that names another federation than the plan: its aggregator would throw it away.
+
+    The root may have been replaced since the plan was accepted.
+    """
+    from silo.plan.acceptance import load_accepted  # here, since it loads torch
+
+    # A plan that was refused has no copy here, and a damaged copy is no reason to stay in a plan.
+    if plan_digest is None:
+        return
+    with suppress(DigestError, FormatError, MissingFileError):
+        load_accepted(site, plan_id, plan_digest)
 
 
 def _leave_notice(site: Site, plan_id: str, key: SigningKey) -> None:
