@@ -43,8 +43,8 @@ class Membership:
     """All attacks on one expert.
 
     Attributes:
-        deciding: the strongest attack and the best combination, chosen on some units and measured on others. They
-            decide the verdict.
+        deciding: the strongest attack and the best combination, chosen on some units and measured on others, and a sum
+            for which nothing is chosen. They decide the verdict.
         attacks: all attacks by themselves. The best of them looks better than it is, since it is chosen afterwards.
         num_members: M.
         num_others: N.
@@ -169,6 +169,7 @@ def measure_membership(
             combined_other_NA,
             best_combination,
         ),
+        _sum_of_losses(member_MA, other_NA, [attack.name for attack in attacks]),
     )
     return Membership(
         deciding=deciding,
@@ -177,6 +178,26 @@ def measure_membership(
         num_others=len(other_NA),
         suspicion_M=torch.stack(suspicions).amax(0),
     )
+
+
+def _sum_of_losses(member_MA: Tensor, other_NA: Tensor, attack_names: list[str]) -> Attack:
+    """Attack by the sum of all losses beside reference and shadows, in deviations: nothing is chosen or fitted.
+
+    Where an expert remembers little, a few hundred units are too few to fit weights (LiRA sums in the same way).
+    """
+    columns = []
+    for column, name in enumerate(attack_names):
+        if name.startswith("loss ") and "beside" in name:
+            columns.append(column)
+    member_MC = member_MA[:, columns]
+    other_NC = other_NA[:, columns]
+    # Of both sides together, so that nothing depends on which side a unit is on.
+    score_UC = torch.cat([member_MC, other_NC])
+    deviation_C = score_UC.std(0)
+    deviation_C = torch.where(deviation_C > 0, deviation_C, 1.0)
+    member_M = (member_MC / deviation_C).sum(1)
+    other_N = (other_NC / deviation_C).sum(1)
+    return _attack(f"sum of {len(columns)} losses", member_M, other_N)
 
 
 def _mean_scores(scores: Sequence[UnitScores]) -> UnitScores:

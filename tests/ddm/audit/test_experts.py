@@ -165,7 +165,7 @@ def test_the_same_400_digits_and_steps_pass_with_private_training_at_epsilon_8(
 @pytest.mark.slow
 def test_expert_of_1397_digits_and_few_steps_passes(tmp_path: Path) -> None:
     images = digits()
-    audited = audit_digits(images[400:], images[:400], 600, tmp_path)
+    audited = audit_digits(images[400:], images[:400], 300, tmp_path)
     assert audited.verdict == "pass", audited.reason
 
 

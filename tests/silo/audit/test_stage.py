@@ -68,7 +68,7 @@ def test_audit_attacks_as_many_members_as_are_held_out_and_keeps_every_figure(
     report = report_of(*audited)
     (expert,) = report.experts
     assert (report.num_holdout_units, expert.num_members, expert.num_samples) == (20, 20, 40)
-    assert len(expert.deciding_auc) == len(expert.deciding_tpr) == 2
+    assert len(expert.deciding_auc) == len(expert.deciding_tpr) == 3
     assert any("beside the shadows" in figure.name for figure in expert.auc)
     assert len(expert.auc) == len(expert.tpr) > 20 and {copy.name for copy in expert.copies} == {
         "pixels",
