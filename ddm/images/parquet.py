@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.images.column_names import as_text
+from ddm.images.parquet_footer import MAX_ENTRIES, RowGroup, read_footer
 from ddm.images.parquet_pages import check_pages
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.rows import BLOCK_BYTES, rows_of
@@ -26,7 +27,8 @@ _KIND = "a Parquet file"
 _MAX_BATCH_ROWS = 4096
 _CHARACTER_BYTES = 4  # in NumPy's arrays of text
 _BUFFER_BYTES = 1 << 20
-_METADATA = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 22}
+# A list takes its whole memory when its length is read, two gigabytes for four million columns, whatever follows.
+_METADATA = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": MAX_ENTRIES}
 _HUGGING_FACE = b"huggingface"
 _IMAGE_NAMES = frozenset({"image", "images", "img", "pixel_values"})
 _LATENT_NAMES = frozenset({"latent", "latents"})
@@ -53,8 +55,11 @@ class ParquetTable:
         names: set[str] | None = None
         for path in self.files:
             require_file(path, _KIND)
+            with decoding(_KIND):
+                # Before pyarrow opens the file: it would allocate whatever lists the footer announces.
+                row_groups = read_footer(path)
             with decoding(_KIND), _opened(path) as file:
-                self.num_rows += int(file.metadata.num_rows)
+                self.num_rows += sum(group.num_rows for group in row_groups)
                 columns = set(file.schema_arrow.names)
                 if len(columns) != len(file.schema_arrow.names):
                     raise ImageError(Reason.AMBIGUOUS, "two columns of one name")
@@ -257,15 +262,16 @@ class ParquetTable:
         """Yield some rows of some columns at a time; what a row group takes in memory is looked at first."""
         for path in self.files:
             with decoding(_KIND), _opened(path, dictionaries) as file:
-                for group in range(file.metadata.num_row_groups):
-                    metadata = file.metadata.row_group(group)
-                    if metadata.num_rows == 0:
+                row_groups = read_footer(path)
+                leaves = _leaves_of(file, row_groups, names)
+                for number, group in enumerate(row_groups):
+                    if group.num_rows == 0:
                         continue
-                    _check_row_group(path, metadata, names)
+                    _check_row_group(path, group, leaves)
                     yield from file.iter_batches(
                         num,
                         columns=list(names),
-                        row_groups=[group],
+                        row_groups=[number],
                         use_threads=False,
                     )
 
@@ -357,25 +363,43 @@ def _opened(path: Path, dictionaries: Sequence[str] = ()) -> Any:
     )
 
 
-def _check_row_group(path: Path, group: Any, names: Sequence[str]) -> None:
+def _leaves_of(file: Any, row_groups: Sequence[RowGroup], names: Sequence[str]) -> dict[int, bool]:
+    """Return what `iter_batches` reads of some columns: the schema's leaves, and whether each is inside of lists.
+
+    Leaves are chosen by the schema, as pyarrow chooses them: the path that the footer repeats at each of a row group's
+    columns is never looked at there.
+
+    Raises:
+        ImageError: row groups that are not as many as pyarrow read, or whose columns are not those of the schema.
+    """
+    num_leaves = file.metadata.num_columns
+    are_complete = all(len(group.chunks) == num_leaves for group in row_groups)
+    if len(row_groups) != file.metadata.num_row_groups or not are_complete:
+        raise ImageError(Reason.DAMAGED, "a footer of Parquet whose columns differ from its schema")
+    leaves = {}
+    schema = file.metadata.schema
+    for index in range(num_leaves):
+        leaf = schema.column(index)
+        # A column of lists or structures is stored as several, named after it.
+        if any(leaf.path == column or leaf.path.startswith(f"{column}.") for column in names):
+            leaves[index] = leaf.max_repetition_level > 0
+    return leaves
+
+
+def _check_row_group(path: Path, group: RowGroup, leaves: Mapping[int, bool]) -> None:
     """Refuse a row group whose columns take too much memory for its rows.
 
     Raises:
         ImageError: see `check_pages`; or lists that are longer than pictures are.
     """
-    for index in range(group.num_columns):
-        chunk = group.column(index)
-        name = chunk.path_in_schema
-        # A column of lists or structures is stored as several, named after it.
-        if not any(name == column or name.startswith(f"{column}.") for column in names):
-            continue
-        is_list = ".list." in name or ".array" in name or ".bag." in name
+    for index, is_list in leaves.items():
+        chunk = group.chunks[index]
         num_values = None
         if not is_list:
             # Such a cell is one value, there or missing.
             num_values = group.num_rows
         check_pages(path, chunk, num_values)
-        max_values = max(_MAX_VALUES, _MAX_VALUES_PER_BYTE * chunk.total_compressed_size)
+        max_values = max(_MAX_VALUES, _MAX_VALUES_PER_BYTE * chunk.packed_bytes)
         if chunk.num_values > max_values:
             raise ImageError(Reason.TOO_LARGE, "lists of too many values for their compressed size")
 
