@@ -188,7 +188,10 @@ CONFIGURATIONS: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
         },
     ),
     "policy.toml": (Policy, Policy().model_dump(mode="json", exclude_none=True)),
-    "federation.toml": (FederationSettings, {"name": "tiny", "host": "127.0.0.1", "port": 9092}),
+    "federation.toml": (
+        FederationSettings,
+        {"name": "tiny", "host": "127.0.0.1", "port": 9092, "licence": "CC0-1.0"},
+    ),
     "recipe.toml": (Recipe, recipe().model_dump(mode="json", exclude_none=True)),
 }
 ODD_TOML = {
