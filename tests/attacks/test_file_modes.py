@@ -100,6 +100,10 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             MAINS[str(words[0])]()
         assert not ended.value.code
 
+    # It would hold for this process, and so for the tests after these.
+    for main in MAINS.values():
+        monkeypatch.setattr(sys.modules[main.__module__], "forbid_core_dumps", lambda: None)
+
     before = os.umask(0)
     yield run
     os.umask(before)
