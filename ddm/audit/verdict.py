@@ -12,11 +12,16 @@ _MIN_CONTROL_COPIES = 0.9
 
 @dataclass(frozen=True)
 class _LimitedFigure:
-    """A figure of the expert, and the most that the plan allows."""
+    """A figure of the expert, and the most that the plan allows.
+
+    Attributes:
+        compares_sides: whether it compares members with units held out.
+    """
 
     name: str
     estimate: Estimate
     limit: float
+    compares_sides: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,23 +49,29 @@ def judge(findings: Findings, limits: Audit) -> tuple[Verdict, str]:
     """Compare the figures of an expert with a plan's limits.
 
     It fails if a figure is above its limit, and passes if the upper end of every interval is within it and the controls
-    worked. In between, the audit is inconclusive.
+    worked. In between, the audit is inconclusive. Where members and held-out units differ by themselves, an attack
+    fails the expert only if its whole interval is above the limit.
     """
     too_few = too_few_units(findings.num_holdout, limits)
     if too_few:
         return "inconclusive", too_few
+    # A failure first: whether the controls worked does not matter where the attacks themselves did.
+    figures = _figures(findings, limits)
+    for figure in figures:
+        deciding_value = figure.estimate.value
+        if figure.compares_sides and not findings.sides_alike:
+            # The held-out units are drawn at random (ADR 0054), so that sides that differ do so by chance, and little:
+            # they may move a figure within its interval, and not the whole interval above the limit.
+            deciding_value = figure.estimate.low
+        if deciding_value > figure.limit:
+            value = _in_words(figure.estimate)
+            return "fail", f"{figure.name} is {value}; the plan allows {figure.limit:g}"
+
     if not findings.sides_alike:
         reason = (
             "an expert that learned neither side tells members from held-out units: they differ"
         )
         return "inconclusive", reason
-
-    # A failure first: whether the controls worked does not matter where the attacks themselves did.
-    figures = _figures(findings, limits)
-    for figure in figures:
-        if figure.estimate.value > figure.limit:
-            value = _in_words(figure.estimate)
-            return "fail", f"{figure.name} is {value}; the plan allows {figure.limit:g}"
 
     # Then the controls: an attack that misses an overfitted copy would miss a leak too.
     # The lower end counts, since so few units reach a high value by chance.
@@ -95,11 +106,14 @@ def _figures(findings: Findings, limits: Audit) -> list[_LimitedFigure]:
     worst = findings.membership.worst
     sharpest = findings.membership.sharpest
     figures = [
-        _LimitedFigure(f"AUC of the {worst.name}", worst.auc, limits.max_mia_auc),
+        _LimitedFigure(
+            f"AUC of the {worst.name}", worst.auc, limits.max_mia_auc, compares_sides=True
+        ),
         _LimitedFigure(
             f"share found at 1% false positives by the {sharpest.name}",
             sharpest.tpr,
             limits.max_mia_tpr,
+            compares_sides=True,
         ),
     ]
     for space, share in findings.copies.items():

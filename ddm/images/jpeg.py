@@ -22,7 +22,6 @@ from ddm.images.raster import BYTE_RANGE, Metadata, picture_of, rgb_of_inks, spa
 from ddm.images.reasons import ImageError, Reason
 
 # Markers: ITU-T T.81, table B.1.
-_SOI = 0xD8
 _EOI = 0xD9
 _SOS = 0xDA
 _DNL = 0xDC

@@ -7,7 +7,6 @@ what both sides say of each state.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Literal, get_args
 
 from ddm.errors import ApprovalError
@@ -126,8 +125,3 @@ def next_state(state: SiloState, event: Event) -> SiloState:
             remedy="See what the site does and what it waits for: silo status SITE.",
         )
     return transition.to
-
-
-def impossible_transitions() -> list[tuple[SiloState, Event]]:
-    """List the pairs of a state and an event that cannot happen."""
-    return [pair for pair in product(STATES, EVENTS) if pair not in TRANSITIONS]

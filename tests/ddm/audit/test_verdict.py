@@ -60,7 +60,13 @@ def test_expert_within_all_limits_passes() -> None:
         ({"control": seen(0.58)}, "inconclusive", "no attack sees a copy overfitted"),
         # So few members reach this by chance: the lower end must be above the limit.
         ({"control": seen(0.64)}, "inconclusive", "no attack sees a copy overfitted"),
-        ({"sides_alike": False, "membership": seen(0.9)}, "inconclusive", "they differ"),
+        ({"sides_alike": False, "membership": seen(0.62)}, "inconclusive", "they differ"),
+        ({"sides_alike": False, "membership": seen(0.9)}, "fail", "AUC of the loss 0.1 is 0.9"),
+        (
+            {"sides_alike": False, "copies": {"pixels": Estimate(0.02, 0.005, 0.03)}},
+            "fail",
+            "near copies in pixels",
+        ),
         (
             {"control_copies": {"pixels": 0.5}},
             "inconclusive",
