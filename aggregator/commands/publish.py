@@ -37,18 +37,22 @@ def publish(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Publish the accepted experts and the router as a signed release; if nothing changed, copy the newest version."""
-    from aggregator.release.publish import check_rehearsal
     from aggregator.release.publish import publish as publish_release
     from ddm.publishing.witnesses import ask_witnesses
 
     federation = Federation(fed).require()
-    check_rehearsal(federation.current_plan()[0], is_intended=rehearsal)
     # Both may fail, and what follows may take minutes: so they come first.
     secret = federation_passphrase(federation, passphrase_file)
     witnesses = witnesses_of(federation)
     with progress("Drawing for the report") as advance:
         publication = publish_release(
-            federation, secret, out, quorum=quorum, renew=renew, on_progress=advance
+            federation,
+            secret,
+            out,
+            quorum=quorum,
+            rehearsal=rehearsal,
+            renew=renew,
+            on_progress=advance,
         )
     say(announcement(publication, out))
     # The version is in force by now: a witness must never see a checkpoint that may not come into force.

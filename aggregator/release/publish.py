@@ -53,6 +53,7 @@ def publish(
     out: Path,
     *,
     quorum: int | None = None,
+    rehearsal: bool = False,
     renew: bool = False,
     on_progress: Progress | None = None,
 ) -> Publication:
@@ -66,6 +67,7 @@ def publish(
         passphrase: opens its keys.
         out: a path where nothing exists.
         quorum: the minimum number of silos that the release may have; None takes it from federation.toml.
+        rehearsal: publish a rehearsal, whose experts draw noise; any other plan is then refused.
         renew: make a new version even if nothing has changed.
         on_progress: called with the batches of images drawn for the pages and the batches in all.
 
@@ -73,10 +75,12 @@ def publish(
         BusyError: `out` exists, since releases are immutable; or another process signs.
         SetupError: `out` cannot be made or has too little free space; no version was made.
         MissingFileError: the router was not trained yet, or on other submissions.
-        PolicyError: fewer silos than the quorum.
+        PolicyError: fewer silos than the quorum, or a rehearsal where none is meant.
         TrustError: an accepted file is no longer what its silo signed; nothing was published.
     """
     with stage_version(federation, out) as version:
+        # First, since no silo that still answers would make a release of a rehearsal.
+        check_rehearsal(federation.current_plan()[0], is_intended=rehearsal)
         # Read under the signing lock: what is accepted or withdrawn meanwhile is in the next version.
         inventory = take_inventory(federation)
         settings = federation.settings()

@@ -54,7 +54,7 @@ def make_release(work: Path, architecture: Dit) -> tuple[Path, bytes]:
     with (
         patch("ddm.publishing.signing.write_pages", _write_empty_pages),
     ):
-        publish(made.federation, PASSPHRASE, work / "release")
+        publish(made.federation, PASSPHRASE, work / "release", rehearsal=True)
     return work / "release", (made.federation.tuf / "1.root.json").read_bytes()
 
 

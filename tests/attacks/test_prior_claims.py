@@ -126,7 +126,7 @@ def shares(tiny: TinyFederation) -> list[float]:
 
 def published(tiny: TinyFederation, out: Path) -> Release:
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
-    publish(tiny.federation, PASSPHRASE, out)
+    publish(tiny.federation, PASSPHRASE, out, rehearsal=True)
     return open_release(out, root=tiny.root, state=None)
 
 

@@ -122,9 +122,15 @@ def histories(
                 rewrite(fork, edit)
             cited(fork, f"paper of {name}")
             sign_more_versions(fork)
-            publish(fork, PASSPHRASE, folder / name, renew=True)
-        publish(Federation(folder / "fed-forked"), PASSPHRASE, folder / "forked-later", renew=True)
-        publish(honest, PASSPHRASE, folder / "honest", renew=True)
+            publish(fork, PASSPHRASE, folder / name, rehearsal=True, renew=True)
+        publish(
+            Federation(folder / "fed-forked"),
+            PASSPHRASE,
+            folder / "forked-later",
+            rehearsal=True,
+            renew=True,
+        )
+        publish(honest, PASSPHRASE, folder / "honest", rehearsal=True, renew=True)
     return Histories(folder, published_once.root, published_once.plan_id, public_folder(honest))
 
 
@@ -322,10 +328,10 @@ def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
         publishing_signing, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64)
     )
     with pytest.raises(TrustError, check=has_subject("manifest.tlog-proof")):
-        publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
+        publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", rehearsal=True, renew=True)
     assert not (tmp_path / "out").exists()
     publish_unchecked(monkeypatch)
-    publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
+    publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", rehearsal=True, renew=True)
     error = ddm("verify", tmp_path / "out", "--root", published.root, "--state", tmp_path)
     assert isinstance(error, TrustError)
 
@@ -340,7 +346,7 @@ def test_federation_restored_from_an_old_backup_does_not_overwrite_its_public_lo
     federation = published.tiny.federation
     backup = tmp_path / "backup"
     shutil.copytree(federation.path, backup)
-    publish(federation, PASSPHRASE, tmp_path / "out", renew=True)
+    publish(federation, PASSPHRASE, tmp_path / "out", rehearsal=True, renew=True)
     export_log(federation, tmp_path / "served")
     with pytest.raises(SetupError, check=has_subject("checkpoint")):
         export_log(Federation(backup), tmp_path / "served")

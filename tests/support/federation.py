@@ -330,7 +330,7 @@ class TinyFederation:
 
     def publish_only(self, out: Path) -> None:
         """Publish with the router that is there."""
-        publish(self.federation, PASSPHRASE, out, renew=True)
+        publish(self.federation, PASSPHRASE, out, rehearsal=True, renew=True)
 
     def state_of(self, silo_id: str) -> State:
         """Read a silo's state from disk."""

@@ -58,7 +58,7 @@ def publish_changed_manifest(
 
 def publish_next_version(tiny: TinyFederation, out: Path, **options: object) -> Publication:
     """Publish where things stand."""
-    return publish(tiny.federation, PASSPHRASE, out, **options)  # type: ignore[arg-type]
+    return publish(tiny.federation, PASSPHRASE, out, rehearsal=True, **options)  # type: ignore[arg-type]
 
 
 def verify_release(

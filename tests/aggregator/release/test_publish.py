@@ -42,7 +42,7 @@ from ddm.trust.log.entries import VersionPublished
 from tests.conftest import PublishedRelease
 from tests.support.crashes import Crash
 from tests.support.errors import has_subject
-from tests.support.federation import PlannedFederation, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.publishing import (
     copy_without_sites,
@@ -98,6 +98,20 @@ def test_changed_content_or_an_aged_timestamp_makes_a_new_version(
         aggregator.release.publish, "RENEWED_BEFORE", aggregator.release.publish.RENEWED_BEFORE * 4
     )
     assert publish_next_version(published.tiny, tmp_path / "aged").manifest.version == 3
+
+
+def test_rehearsal_is_published_only_where_one_is_meant(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
+    federation = published.tiny.federation
+    with pytest.raises(PolicyError, check=has_subject("release")):
+        aggregator.release.publish.publish(federation, PASSPHRASE, tmp_path / "out", renew=True)
+    assert not (tmp_path / "out").exists()
+    plan = published.tiny.federation.current_plan()[0]
+    trained = plan.model_copy(update={"rehearsal": False})
+    with pytest.raises(PolicyError, check=has_subject("--rehearsal")):
+        aggregator.release.publish.check_rehearsal(trained, is_intended=True)
+    aggregator.release.publish.check_rehearsal(trained, is_intended=False)
 
 
 def settle(tiny: TinyFederation, **changes: object) -> None:

@@ -62,7 +62,7 @@ def router(tiny: TinyFederation, out: Path) -> None:
 
 
 def release(tiny: TinyFederation, out: Path) -> None:
-    publish(tiny.federation, PASSPHRASE, out, renew=True)
+    publish(tiny.federation, PASSPHRASE, out, rehearsal=True, renew=True)
 
 
 @pytest.mark.parametrize("act", [router, release])
