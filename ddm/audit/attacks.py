@@ -80,13 +80,21 @@ class AttackedExpert:
         """Return this time for each of `num` images, shape (B,)."""
         return self.time(share).repeat(num).to(self.device)
 
-    def eps(self, x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...]) -> Tensor:
+    def eps(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        condition: tuple[Tensor, ...],
+    ) -> Tensor:
         """Return the noise that the expert predicts for x_B."""
         _, eps_B = self.data_and_eps(x_B, t_B, condition)
         return eps_B
 
     def data_and_eps(
-        self, x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...]
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        condition: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
         """Return the image and the noise that the expert predicts for x_B."""
         output_B = self.network(x_B, t_B, *condition)
@@ -94,7 +102,10 @@ class AttackedExpert:
 
 
 def scores(
-    expert: AttackedExpert, x_B: Tensor, condition_B: Tensor | None, noise: torch.Generator
+    expert: AttackedExpert,
+    x_B: Tensor,
+    condition_B: Tensor | None,
+    noise: torch.Generator,
 ) -> Tensor:
     """Attack one block of images.
 
@@ -130,7 +141,10 @@ def scores(
 
 
 def _loss(
-    expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...], eps: list[Tensor]
+    expert: AttackedExpert,
+    x_B: Tensor,
+    condition: tuple[Tensor, ...],
+    eps: list[Tensor],
 ) -> Iterator[Tensor]:
     """Yield the expert's error at each share, averaged over draws."""
     for share in LOSS_SHARES:
@@ -140,7 +154,11 @@ def _loss(
 
 
 def _prediction_error(
-    expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...], eps_B: Tensor, t_B: Tensor
+    expert: AttackedExpert,
+    x_B: Tensor,
+    condition: tuple[Tensor, ...],
+    eps_B: Tensor,
+    t_B: Tensor,
 ) -> Tensor:
     x_t_B = x_t(expert.path, x_B, eps_B, t_B)
     output_B: Tensor = expert.network(x_t_B, t_B, *condition)
@@ -152,7 +170,11 @@ def _mean_square(x_B: Tensor) -> Tensor:
     return x_B.flatten(1).square().mean(1)
 
 
-def _sima(expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def _sima(
+    expert: AttackedExpert,
+    x_B: Tensor,
+    condition: tuple[Tensor, ...],
+) -> Iterator[Tensor]:
     """Yield the size of the noise that the expert predicts for the image itself, to which none was added."""
     for share in SIMA_SHARES:
         t_B = expert.times(share, len(x_B))
@@ -160,7 +182,11 @@ def _sima(expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...]) ->
         yield _mean_square(expert.eps(x_t_B, t_B, condition))
 
 
-def _pia(expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def _pia(
+    expert: AttackedExpert,
+    x_B: Tensor,
+    condition: tuple[Tensor, ...],
+) -> Iterator[Tensor]:
     """Yield how far the noise predicted for the image differs from that predicted once this noise is added."""
     start_B = expert.times(PIA_START, len(x_B))
     x_start_B = x_t(expert.path, x_B, torch.zeros_like(x_B), start_B)
@@ -174,7 +200,11 @@ def _pia(expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...]) -> 
         yield difference_B.abs().pow(4).mean(1).pow(0.25)
 
 
-def _secmi(expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def _secmi(
+    expert: AttackedExpert,
+    x_B: Tensor,
+    condition: tuple[Tensor, ...],
+) -> Iterator[Tensor]:
     """Yield how far a deterministic step towards noise and back misses its start, along such steps from the image."""
     t_B = expert.times(SECMI_SHARES[0], len(x_B))
     x_t_B = x_t(expert.path, x_B, torch.zeros_like(x_B), t_B)
@@ -200,7 +230,10 @@ def _deterministic_step(
 
 
 def _gradient(
-    expert: AttackedExpert, x_B: Tensor, condition: tuple[Tensor, ...], eps: list[Tensor]
+    expert: AttackedExpert,
+    x_B: Tensor,
+    condition: tuple[Tensor, ...],
+    eps: list[Tensor],
 ) -> Tensor:
     """Return the norm of the gradient of the error of each image, image by image, which bounds the memory."""
     weights = [weight for weight in expert.network.parameters() if weight.is_floating_point()]

@@ -26,7 +26,9 @@ _SHRINKAGE = 0.3
 
 
 def cross_fitted_scores(
-    member_MA: Tensor, other_NA: Tensor, fit_direction: FitDirection
+    member_MA: Tensor,
+    other_NA: Tensor,
+    fit_direction: FitDirection,
 ) -> tuple[Tensor, Tensor]:
     """Return scores of members (M,) and of units held out (N,), each by weights that come from other units.
 

@@ -69,7 +69,11 @@ class Effort:
 
 
 def effort_of(
-    training: Training, num_units: int, max_samples: int, *, trains_reference: bool
+    training: Training,
+    num_units: int,
+    max_samples: int,
+    *,
+    trains_reference: bool,
 ) -> Effort:
     """Divide the budget: first the trainings, then the attacks, then samples.
 

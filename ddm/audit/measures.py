@@ -13,7 +13,12 @@ _Z = 1.959964
 _ROUNDING = 1e-18  # a variance below this is rounding
 
 
-def auc(member_M: Tensor, other_N: Tensor, *, z: float = _Z) -> Estimate:
+def auc(
+    member_M: Tensor,
+    other_N: Tensor,
+    *,
+    z: float = _Z,
+) -> Estimate:
     """Return the area under the ROC curve: the chance that a member scores above another, ties counting half.
 
     The interval is DeLong's, whose variance sums what single units of either side contribute; where the two sides do
@@ -40,7 +45,11 @@ def auc(member_M: Tensor, other_N: Tensor, *, z: float = _Z) -> Estimate:
     return Estimate(value, max(value - half_width, 0.0), min(value + half_width, 1.0))
 
 
-def true_positives(member_M: Tensor, other_N: Tensor, rate: float = FALSE_POSITIVES) -> Estimate:
+def true_positives(
+    member_M: Tensor,
+    other_N: Tensor,
+    rate: float = FALSE_POSITIVES,
+) -> Estimate:
     """Return the share of members that score above all but a share `rate` of the units held out.
 
     The interval is Wilson's for the members, given the threshold.

@@ -118,7 +118,10 @@ class UnitScores:
 
 
 def measure_membership(
-    scores: UnitScores, *, reference: UnitScores, shadows: Sequence[UnitScores]
+    scores: UnitScores,
+    *,
+    reference: UnitScores,
+    shadows: Sequence[UnitScores],
 ) -> Membership:
     """Attack units by each attack as it is, beside the reference, beside the shadows, and by what chooses among these.
 
@@ -161,7 +164,10 @@ def measure_membership(
         combined_other_NA = torch.cat([combined_other_NA, mean_other_NA], 1)
     deciding = (
         _cross_fitted_attack(
-            f"strongest of {len(attacks)} attacks", member_MA, other_NA, strongest_attack
+            f"strongest of {len(attacks)} attacks",
+            member_MA,
+            other_NA,
+            strongest_attack,
         ),
         _cross_fitted_attack(
             f"combination of {num_combined} attacks",
@@ -180,7 +186,11 @@ def measure_membership(
     )
 
 
-def _sum_of_losses(member_MA: Tensor, other_NA: Tensor, attack_names: list[str]) -> Attack:
+def _sum_of_losses(
+    member_MA: Tensor,
+    other_NA: Tensor,
+    attack_names: list[str],
+) -> Attack:
     """Attack by the sum of all losses beside reference and shadows, in deviations: nothing is chosen or fitted.
 
     Where an expert remembers little, a few hundred units are too few to fit weights (LiRA sums in the same way).
@@ -209,12 +219,19 @@ def _mean_scores(scores: Sequence[UnitScores]) -> UnitScores:
     )
 
 
-def _attack(name: str, member_M: Tensor, other_N: Tensor) -> Attack:
+def _attack(
+    name: str,
+    member_M: Tensor,
+    other_N: Tensor,
+) -> Attack:
     return Attack(name, auc(member_M, other_N), true_positives(member_M, other_N))
 
 
 def _cross_fitted_attack(
-    name: str, member_MA: Tensor, other_NA: Tensor, fit_direction: FitDirection
+    name: str,
+    member_MA: Tensor,
+    other_NA: Tensor,
+    fit_direction: FitDirection,
 ) -> Attack:
     member_M, other_N = cross_fitted_scores(member_MA, other_NA, fit_direction)
     return _attack(name, member_M, other_N)

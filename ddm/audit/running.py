@@ -86,7 +86,9 @@ def draw_samples(
 
         # The condition as a default: a closure would take that of a later block.
         def conditioned_velocity(
-            x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...] = condition
+            x_B: Tensor,
+            t_B: Tensor,
+            condition: tuple[Tensor, ...] = condition,
         ) -> Tensor:
             return velocity(x_B, t_B, *condition)
 

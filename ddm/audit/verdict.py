@@ -107,7 +107,10 @@ def _figures(findings: Findings, limits: Audit) -> list[_LimitedFigure]:
     sharpest = findings.membership.sharpest
     figures = [
         _LimitedFigure(
-            f"AUC of the {worst.name}", worst.auc, limits.max_mia_auc, compares_sides=True
+            f"AUC of the {worst.name}",
+            worst.auc,
+            limits.max_mia_auc,
+            compares_sides=True,
         ),
         _LimitedFigure(
             f"share found at 1% false positives by the {sharpest.name}",

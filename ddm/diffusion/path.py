@@ -376,7 +376,11 @@ def as_velocity(
     if prediction == "eps":
         highest = t_max
 
-    def canonical_velocity(x_B: Tensor, t_B: Tensor, *condition: Tensor) -> Tensor:
+    def canonical_velocity(
+        x_B: Tensor,
+        t_B: Tensor,
+        *condition: Tensor,
+    ) -> Tensor:
         t_B = t_B.to(x_B)
         alpha_B = canonical.alpha(t_B)
         sigma_B = canonical.sigma(t_B)

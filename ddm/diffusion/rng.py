@@ -5,7 +5,11 @@ import hashlib
 import numpy as np
 
 
-def stream(purpose: str, seed: int, index: int) -> np.random.Generator:
+def stream(
+    purpose: str,
+    seed: int,
+    index: int,
+) -> np.random.Generator:
     """Return a generator that depends on its three arguments alone.
 
     Philox is counter based: making one costs microseconds, its 128-bit keys do not collide in practice (a torch CPU

@@ -91,7 +91,9 @@ class Classifier:
 
     @torch.inference_mode()
     def encode(
-        self, images: Tensor, on_progress: Callable[[int, int], None] | None = None
+        self,
+        images: Tensor,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """Return features, shape (N, 64), of images in the range that the network was trained on."""
         features = []
@@ -144,7 +146,9 @@ class Classifier:
             data = DataSpec(shape=tuple(shape), range=tuple(value_range))
         except ValueError as error:
             raise DataError(
-                path.name, expected="the shape and range of images", got=str(shape)
+                path.name,
+                expected="the shape and range of images",
+                got=str(shape),
             ) from error
         return cls(net.eval().requires_grad_(False), data, bytes(digest).hex())
 
@@ -235,7 +239,11 @@ def train_classifier(
     return Classifier(net, data, digest_of_training(images, labels))
 
 
-def _check_training_data(images: Tensor, labels: Tensor, data: DataSpec) -> int:
+def _check_training_data(
+    images: Tensor,
+    labels: Tensor,
+    data: DataSpec,
+) -> int:
     """Return the number of classes."""
     has_shape = tuple(images.shape[1:]) == data.shape
     if not has_shape or len(labels) != len(images):

@@ -45,7 +45,11 @@ class NearestCopies:
         return torch.argsort(self.ratio_N, stable=True).tolist()
 
 
-def near_copies(nearest_N: Tensor, nearest_index_N: Tensor, holdout_H: Tensor) -> NearestCopies:
+def near_copies(
+    nearest_N: Tensor,
+    nearest_index_N: Tensor,
+    holdout_H: Tensor,
+) -> NearestCopies:
     """Compare samples' distances with those of images held out.
 
     Args:

@@ -40,7 +40,11 @@ class Features:
     encode: Callable[[Tensor], Tensor]
 
 
-def open_features(text: str, plan: Plan, folder: Path) -> Features:
+def open_features(
+    text: str,
+    plan: Plan,
+    folder: Path,
+) -> Features:
     """Open the features that a user named.
 
     Args:
@@ -79,7 +83,9 @@ def _open_clip(text: str, data: DataSpec) -> Features:
     folder = Path(text)
     if not folder.is_dir():
         raise MissingFileError(
-            text, expected="a folder of a CLIP of transformers", got="no folder of that name"
+            text,
+            expected="a folder of a CLIP of transformers",
+            got="no folder of that name",
         )
     clip = ClipVision.open(folder, data)
     return Features("clip", clip.digest, clip.dim, clip.encode)

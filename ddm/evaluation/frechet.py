@@ -174,7 +174,11 @@ def _random_halves(features_ND: Tensor, generator: torch.Generator) -> tuple[Ten
     return first_half, second_half
 
 
-def _distance(a: Moments, b: Moments, root_trace: Tensor) -> float:
+def _distance(
+    a: Moments,
+    b: Moments,
+    root_trace: Tensor,
+) -> float:
     """Return the squared distance, given the trace of the root of ``S_a^(1/2) S_b S_a^(1/2)``."""
     difference_D = a.mean_D - b.mean_D
     of_means = difference_D.square().sum()

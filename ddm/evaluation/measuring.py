@@ -277,7 +277,9 @@ class Yardstick:
         }
 
     def _per_silo(
-        self, features_ND: Tensor, sample_silos: ResolvedOrigins
+        self,
+        features_ND: Tensor,
+        sample_silos: ResolvedOrigins,
     ) -> dict[str, SiloResult]:
         weights = sample_silos.weights
         num_samples = len(features_ND)
@@ -442,7 +444,9 @@ def _flatten(images: Tensor) -> Tensor:
 
 
 def _encode_all(
-    images: Reference, features: Features, counter: _ProgressCounter
+    images: Reference,
+    features: Features,
+    counter: _ProgressCounter,
 ) -> tuple[Tensor, Tensor]:
     """Return all features, shape (N, D), and all images as small rows, shape (N, P)."""
     feature_blocks: list[Tensor] = []

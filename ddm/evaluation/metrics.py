@@ -136,7 +136,11 @@ def measure(
     return metrics, both
 
 
-def _frechet_metrics(samples: FeatureSet, reference: FeatureSet, seed: int) -> dict[str, Estimate]:
+def _frechet_metrics(
+    samples: FeatureSet,
+    reference: FeatureSet,
+    seed: int,
+) -> dict[str, Estimate]:
     a = samples.moments
     b = reference.moments
     maps = transport(a, b)

@@ -155,7 +155,9 @@ def compare_sets(
 
 
 def kernel_distance(
-    samples: SelfComparison, reference: SelfComparison, both: CrossComparison
+    samples: SelfComparison,
+    reference: SelfComparison,
+    both: CrossComparison,
 ) -> tuple[float, tuple[Tensor, Tensor]]:
     """Return KID, the unbiased squared maximum mean discrepancy of ``(x.y / D + 1)^3``, and its first-order terms."""
     num = len(samples.kernel_N)
@@ -248,7 +250,11 @@ def _energy(features_ND: Tensor) -> Tensor:
     return torch.cat([tile.double().square().sum(1) for tile in tiles])
 
 
-def _squared_distances(product_BM: Tensor, energy_B: Tensor, energy_M: Tensor) -> Tensor:
+def _squared_distances(
+    product_BM: Tensor,
+    energy_B: Tensor,
+    energy_M: Tensor,
+) -> Tensor:
     """Turn inner products, in place, into squared distances; 0 where they are no more than rounding."""
     total_BM = energy_B[:, None] + energy_M
     # Of two equal features this leaves rounding, maybe below 0: a copy must have the distance 0.

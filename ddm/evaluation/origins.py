@@ -75,7 +75,11 @@ def _numbered_silos(silo_N: Tensor, prior: Any) -> tuple[str, ...]:
     return tuple(str(index) for index in range(num_silos))
 
 
-def _silo_numbers(silo_N: Any, num_samples: int, num_silos: int | None) -> Tensor:
+def _silo_numbers(
+    silo_N: Any,
+    num_samples: int,
+    num_silos: int | None,
+) -> Tensor:
     """Return the index of the silo of each sample, int64.
 
     Args:
@@ -122,7 +126,9 @@ def _weights(prior: Any, num_silos: int) -> list[float]:
     # Written with `not`, so that NaN, for which every comparison is false, is refused too.
     if not are_at_least_0 or not 0 < total < inf:
         raise MathError(
-            "prior", expected="finite weights of at least 0, not all 0", got="other weights"
+            "prior",
+            expected="finite weights of at least 0, not all 0",
+            got="other weights",
         )
     weights: list[float] = weight_S.tolist()
     return weights

@@ -188,7 +188,10 @@ def _nearest_pairs(
     nearest_pictures = draw(nearest_images)
     pairs = []
     for sample_number, sample, nearest in zip(
-        numbers, sample_pictures, nearest_pictures, strict=True
+        numbers,
+        sample_pictures,
+        nearest_pictures,
+        strict=True,
     ):
         ratio = float(copies.ratio_N[sample_number])
         pairs.append(

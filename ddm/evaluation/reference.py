@@ -147,7 +147,9 @@ def rows_of_numbers(values: Any, subject: str) -> Tensor:
     rows = real_tensor(values, subject)
     if rows.ndim < 2 or 0 in rows.shape[1:]:
         raise ShapeError(
-            subject, expected="shape (N, ...), one row for each image", got=str(tuple(rows.shape))
+            subject,
+            expected="shape (N, ...), one row for each image",
+            got=str(tuple(rows.shape)),
         )
     return rows.cpu()
 
@@ -221,7 +223,9 @@ def captions_of(reference: Reference) -> list[str] | None:
         return None
     if captions.ndim != 1 or captions.dtype.kind not in "UO":
         raise DataError(
-            "captions of the reference", expected="one text an image", got=f"{captions.dtype}"
+            "captions of the reference",
+            expected="one text an image",
+            got=f"{captions.dtype}",
         )
     return [_text(caption) for caption in captions.tolist()]
 

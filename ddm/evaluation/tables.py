@@ -85,7 +85,11 @@ def _value(estimate: Estimate | None) -> str:
     return number(estimate.value)
 
 
-def _details(name: str, evaluation: Evaluation, layout: TableLayout) -> str:
+def _details(
+    name: str,
+    evaluation: Evaluation,
+    layout: TableLayout,
+) -> str:
     """Return the silos, the groups and the nearest copies of one set of samples."""
     parts = [f"\n{name}"]
     if evaluation.per_silo:

@@ -136,7 +136,11 @@ def _whole(parts: Mapping[str | None, ImageArrays]) -> ImageArrays:
     return source
 
 
-def open_images(source: ImageArrays, spec: DataSpec, folder: Path | None) -> Images:
+def open_images(
+    source: ImageArrays,
+    spec: DataSpec,
+    folder: Path | None,
+) -> Images:
     """Return the images of a source in the plan's shape and range; they are looked at when they are read.
 
     Args:
@@ -211,7 +215,9 @@ def _read_whole(
     num_bytes = 4 * len(source) * prod(shape)
     if num_bytes > memory_bytes:
         raise DataError(
-            "images", expected=f"at most {memory_bytes} bytes of memory", got=f"{num_bytes} bytes"
+            "images",
+            expected=f"at most {memory_bytes} bytes of memory",
+            got=f"{num_bytes} bytes",
         )
     images = torch.empty(len(source), *shape)
     start = 0
@@ -308,7 +314,11 @@ def _open_npz(path: Path) -> Mapping[str | None, ImageArrays]:
     return {part.split: _npz_source(path, "images", part) for part in npz_parts(names)}
 
 
-def _npz_source(path: Path, name: Name, part: PartNames) -> ImageArrays:
+def _npz_source(
+    path: Path,
+    name: Name,
+    part: PartNames,
+) -> ImageArrays:
     columns = {}
     for column, array in part.columns.items():
         columns[column] = partial(_open_npz_column, path, array)

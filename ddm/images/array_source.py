@@ -53,7 +53,9 @@ class ArraySource:
         if len(kinds) != 1:
             got = ", ".join(f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:3])
             raise DataError(
-                "data files", expected="rows of one type and one shape in all of them", got=got
+                "data files",
+                expected="rows of one type and one shape in all of them",
+                got=got,
             )
         self.row = arrays[0].dtype, arrays[0].shape[1:]
 
@@ -150,7 +152,10 @@ class ParquetSource:
         if self._table.is_encoded(column):
             got = "encoded pictures"
             raise DataError(
-                "images", expected="arrays of one shape", got=got, remedy=NEEDS_TRANSFORM
+                "images",
+                expected="arrays of one shape",
+                got=got,
+                remedy=NEEDS_TRANSFORM,
             )
         self._column = column
         self.row = self._table.row_type(column)

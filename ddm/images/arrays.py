@@ -26,7 +26,9 @@ _COLOURS = 3
 
 
 def read(
-    content: FileContent, kind: str, limits: DecodeLimits
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the images of one file; a row that gives no picture comes as its error, and the next ones follow.
 
@@ -62,7 +64,9 @@ def read(
 
 
 def _read_file(
-    path: Path, kind: str, limits: DecodeLimits
+    path: Path,
+    kind: str,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     if kind == "Parquet":
         table = ParquetTable((path,))

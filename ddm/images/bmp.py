@@ -45,7 +45,11 @@ class _BmpHeader:
         return self.num_colours or 1 << self.bits
 
 
-def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
+def read(
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
+) -> Iterator[DecodedPicture]:
     """Yield the image of one file.
 
     Args:
@@ -94,7 +98,15 @@ def _parse_header(data: bytes) -> _BmpHeader:
         "<iiHHIIiiI", data[18:50]
     )
     return _BmpHeader(
-        pixels_at, size, width, height, bits, compression, per_column, per_row, num_colours
+        pixels_at,
+        size,
+        width,
+        height,
+        bits,
+        compression,
+        per_column,
+        per_row,
+        num_colours,
     )
 
 

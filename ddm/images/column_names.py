@@ -164,7 +164,9 @@ def npz_parts(names: Collection[str]) -> list[PartNames]:
         raise ImageError(Reason.AMBIGUOUS, detail)
     return [
         PartNames(
-            split, arrays[_IMAGES], {key: name for key, name in arrays.items() if key != _IMAGES}
+            split,
+            arrays[_IMAGES],
+            {key: name for key, name in arrays.items() if key != _IMAGES},
         )
         for split, arrays in sorted(parts.items())
     ]

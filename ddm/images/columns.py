@@ -162,7 +162,10 @@ def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> 
     if patient_N.dtype.kind not in "iuf" + _TEXT_KINDS:
         expected = "whole numbers, floating point or text"
         raise DataError(
-            "patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY
+            "patients",
+            expected=expected,
+            got=str(patient_N.dtype),
+            remedy=_PATIENTS_REMEDY,
         )
     if patient_N.dtype.kind in "iuf" and rule == "spelling":
         missing_N = ~np.isfinite(patient_N.astype(np.float64))
@@ -177,7 +180,10 @@ def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> 
     if num_missing:
         got = f"none for {num_missing} of {len(patient_N)} images"
         raise DataError(
-            "patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY
+            "patients",
+            expected="a patient for each image",
+            got=got,
+            remedy=_PATIENTS_REMEDY,
         )
     # In the order in which keys come first.
     number_by_key: dict[object, int] = {}
@@ -225,7 +231,9 @@ def _caption(cell: object) -> str:
             return text
     except UnicodeError:  # its message quotes the text
         raise DataError(
-            "captions", expected="UTF-8", got="a text that is not valid UTF-8"
+            "captions",
+            expected="UTF-8",
+            got="a text that is not valid UTF-8",
         ) from None
     raise DataError("captions", expected="text", got="objects of another type")
 

@@ -55,7 +55,12 @@ class CompactReader:
         max_elements: the most structures that all lists of them may hold together.
     """
 
-    def __init__(self, data: bytes, subject: str, max_elements: int = 0) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        subject: str,
+        max_elements: int = 0,
+    ) -> None:
         self._data = data
         self._subject = subject
         self._max_elements = max_elements
@@ -112,7 +117,12 @@ class CompactReader:
             raise IndexError
         return number
 
-    def _value(self, kind: int, field_type: int | ListOf | Structure, depth: int) -> Any:
+    def _value(
+        self,
+        kind: int,
+        field_type: int | ListOf | Structure,
+        depth: int,
+    ) -> Any:
         """Read a field that matters; Thrift's code would skip it if it were of another type."""
         if isinstance(field_type, Structure):
             if kind != STRUCT:
@@ -188,7 +198,12 @@ class CompactReader:
             number = self._field_number(head, number)
             self._skip(head & 0x0F, depth)
 
-    def _skip_elements(self, kind: int, size: int, depth: int) -> None:
+    def _skip_elements(
+        self,
+        kind: int,
+        size: int,
+        depth: int,
+    ) -> None:
         if depth > _MAX_DEPTH:
             raise RecursionError
         if kind in (TRUE, FALSE):

@@ -131,7 +131,10 @@ class _BoundedLines:
             line = self._handle.readline(_MAX_RECORD)
         except UnicodeDecodeError:  # its text quotes the file
             raise DataError(
-                "table", expected=_EXPECTED, got="text that is damaged", remedy=_SAVE_AS_UTF8
+                "table",
+                expected=_EXPECTED,
+                got="text that is damaged",
+                remedy=_SAVE_AS_UTF8,
             ) from None
         if not line:
             raise StopIteration
@@ -145,7 +148,10 @@ class _BoundedLines:
             )
         if "\0" in line:
             raise DataError(
-                "table", expected=_EXPECTED, got="bytes that are not text", remedy=_SAVE_AS_UTF8
+                "table",
+                expected=_EXPECTED,
+                got="bytes that are not text",
+                remedy=_SAVE_AS_UTF8,
             )
         return line
 
@@ -195,7 +201,10 @@ def _encoding_of(path: Path) -> tuple[str, bool]:
     # alone are what storage holds where nothing was written.
     if not has_line_feed or not is_windows_1252 or is_filling:
         raise DataError(
-            "table", expected=_EXPECTED, got="text in an unknown encoding", remedy=_SAVE_AS_UTF8
+            "table",
+            expected=_EXPECTED,
+            got="text in an unknown encoding",
+            remedy=_SAVE_AS_UTF8,
         )
     return "cp1252", True
 

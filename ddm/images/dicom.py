@@ -50,7 +50,9 @@ _DEFERRED_BYTES = 1 << 16  # values of more bytes are left where they are until 
 
 
 def read(
-    content: FileContent, kind: str, limits: DecodeLimits
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the frames of one file, or the volume that they make; a frame that is of no use comes as its error.
 
@@ -87,7 +89,9 @@ def read(
                 pixel_format.columns,
             )
             picture = _volume(
-                list(frames), *volume, is_inverted=pixel_format.photometric == "MONOCHROME1"
+                list(frames),
+                *volume,
+                is_inverted=pixel_format.photometric == "MONOCHROME1",
             )
             yield DecodedPicture.of(picture, flags, kind, patient=patient, head=head)
             return
@@ -101,7 +105,12 @@ def read(
                 picture = frame.with_background(background)
             location = slice_of(tags, number, picture, head)
             yield DecodedPicture.of(
-                picture, flags, kind, patient=patient, slice=location, head=head
+                picture,
+                flags,
+                kind,
+                patient=patient,
+                slice=location,
+                head=head,
             )
 
 

@@ -291,7 +291,11 @@ def _by_gdcm(code_stream: CodeStream) -> NDArray[np.generic]:
         allocated = 8
     image.SetPixelFormat(
         gdcm.PixelFormat(
-            code_stream.components, allocated, code_stream.bits, code_stream.bits - 1, 0
+            code_stream.components,
+            allocated,
+            code_stream.bits,
+            code_stream.bits - 1,
+            0,
         )
     )
     # GDCM returns bytes as a text whose characters stand for them.

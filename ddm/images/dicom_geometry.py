@@ -93,7 +93,9 @@ def _aspect_ratio(tags: Any) -> float | None:
 
 
 def volume_of(
-    tags: Any, num_frames: int, samples: int
+    tags: Any,
+    num_frames: int,
+    samples: int,
 ) -> tuple[list[int], NDArray[np.float64]] | None:
     """Return the order of frames that make a volume, and its matrix; None of frames that make none.
 
@@ -142,7 +144,9 @@ def volume_of(
 
 def _faces_alike(plane: Plane, other: Plane) -> bool:
     return np.allclose(plane.row_3, other.row_3, atol=_UNIT_ERROR) and np.allclose(
-        plane.column_3, other.column_3, atol=_UNIT_ERROR
+        plane.column_3,
+        other.column_3,
+        atol=_UNIT_ERROR,
     )
 
 

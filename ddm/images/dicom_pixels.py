@@ -121,7 +121,11 @@ def contradiction(*keywords: str) -> ImageError:
     return ImageError(Reason.DAMAGED, f"{' and '.join(keywords)} contradict each other")
 
 
-def pixel_format_of(tags: Any, syntax: str, limits: DecodeLimits) -> PixelFormat:
+def pixel_format_of(
+    tags: Any,
+    syntax: str,
+    limits: DecodeLimits,
+) -> PixelFormat:
     """Return what a file says about its pixels, checked against itself and within the limits.
 
     Raises:
@@ -309,7 +313,9 @@ def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame
     """Yield frames that follow each other without a gap, even where a frame of single bits ends within a byte."""
     element = tags.get_item(tag_of(pixel_format.keyword), keep_deferred=True)
     if getattr(element, "length", 0) == _UNDEFINED or getattr(
-        element, "is_undefined_length", False
+        element,
+        "is_undefined_length",
+        False,
     ):
         raise contradiction("TransferSyntaxUID", pixel_format.keyword)
     data: Any = pixel_bytes(tags, pixel_format.keyword)
@@ -339,7 +345,11 @@ def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame
         yield _frame_of_cells(tags, cells, pixel_format)
 
 
-def _from_big_endian(data: Any, tags: Any, pixel_format: PixelFormat) -> Any:
+def _from_big_endian(
+    data: Any,
+    tags: Any,
+    pixel_format: PixelFormat,
+) -> Any:
     """Return bytes as they would be in little endian, where words of 16 bits are what was swapped (PS3.5 7.3, 8.1)."""
     representation = tags.get_item(tag_of("PixelData"), keep_deferred=True).VR
     if pixel_format.allocated <= 8 and representation != "OW":
@@ -353,7 +363,11 @@ def _from_big_endian(data: Any, tags: Any, pixel_format: PixelFormat) -> Any:
     return swapped.tobytes() + bytes(data[num_bytes_of_pairs:])
 
 
-def _cells(data: Any, pixel_format: PixelFormat, bit_offset: int = 0) -> NDArray[Any]:
+def _cells(
+    data: Any,
+    pixel_format: PixelFormat,
+    bit_offset: int = 0,
+) -> NDArray[Any]:
     """Return the cells of one frame: (H, W), or (H, W, 3)."""
     rows = pixel_format.rows
     columns = pixel_format.columns
@@ -403,7 +417,11 @@ def _without_subsampling(
     return ybr
 
 
-def _frame_of_cells(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) -> StoredFrame:
+def _frame_of_cells(
+    tags: Any,
+    cells: NDArray[Any],
+    pixel_format: PixelFormat,
+) -> StoredFrame:
     if pixel_format.is_float:
         return StoredFrame(cells, None)
     values = _stored_values(tags, cells, pixel_format)
@@ -418,7 +436,11 @@ def _bounds(bits: int, signed: bool) -> tuple[int, int]:
     return 0, (1 << bits) - 1
 
 
-def _stored_values(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) -> NDArray[Any]:
+def _stored_values(
+    tags: Any,
+    cells: NDArray[Any],
+    pixel_format: PixelFormat,
+) -> NDArray[Any]:
     """Return the values of the stored bits, which end at HighBit; other bits of a cell are no part of its value."""
     num_unused = pixel_format.allocated - pixel_format.stored
     if not num_unused:
@@ -439,7 +461,11 @@ def _stored_values(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) ->
     return values
 
 
-def _check_bits_below(tags: Any, cells: NDArray[Any], num_below: int) -> None:
+def _check_bits_below(
+    tags: Any,
+    cells: NDArray[Any],
+    num_below: int,
+) -> None:
     """Refuse bits below the stored ones that no overlay declares: HighBit is then likely to be wrong."""
     overlays = 0
     for group in range(0x6000, 0x6020, 2):
@@ -451,7 +477,11 @@ def _check_bits_below(tags: Any, cells: NDArray[Any], num_below: int) -> None:
         raise contradiction("HighBit", "PixelData")
 
 
-def _check_padding_cells(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) -> None:
+def _check_padding_cells(
+    tags: Any,
+    cells: NDArray[Any],
+    pixel_format: PixelFormat,
+) -> None:
     """Refuse cells of padding whose value needs more bits than are stored: what is left of them is no padding."""
     padding = word_of(tags, "PixelPaddingValue")
     if padding is None or pixel_format.allocated != 16:
@@ -728,7 +758,11 @@ def _frame_of_samples(
     return StoredFrame(values, (lowest, highest))
 
 
-def _with_sign(values: NDArray[Any], code_stream: CodeStream, stored: int) -> NDArray[Any]:
+def _with_sign(
+    values: NDArray[Any],
+    code_stream: CodeStream,
+    stored: int,
+) -> NDArray[Any]:
     """Return two's complement of so many stored bits as signed numbers."""
     if stored > code_stream.bits:
         if int(values.max()) >= 1 << (code_stream.bits - 1):

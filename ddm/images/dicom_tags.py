@@ -148,7 +148,11 @@ def sequence_of(tags: Any, keyword: str) -> Any:
     return value
 
 
-def group_of(tags: Any, number: int, keyword: str) -> Any:
+def group_of(
+    tags: Any,
+    number: int,
+    keyword: str,
+) -> Any:
     """Return what an enhanced file says of one frame, else of all of them, else the file itself (PS3.3 C.7.6.16)."""
     for groups, index in (
         ("PerFrameFunctionalGroupsSequence", number),

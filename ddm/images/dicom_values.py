@@ -147,7 +147,9 @@ def _is_inverted(tags: Any, pixel_format: PixelFormat) -> bool:
 
 
 def _padding_mask(
-    tags: Any, stored: StoredFrame, pixel_format: PixelFormat
+    tags: Any,
+    stored: StoredFrame,
+    pixel_format: PixelFormat,
 ) -> NDArray[np.bool_] | None:
     """Return which stored values are padding: one value, or all from it to a limit (PS3.3 C.7.5.1.1.2)."""
     ends = _padding_ends(tags, stored, pixel_format)
@@ -167,7 +169,11 @@ def _padding_mask(
     return mask
 
 
-def _padding_ends(tags: Any, stored: StoredFrame, pixel_format: PixelFormat) -> Bounds | None:
+def _padding_ends(
+    tags: Any,
+    stored: StoredFrame,
+    pixel_format: PixelFormat,
+) -> Bounds | None:
     if pixel_format.is_float:
         return _float_padding(tags, pixel_format)
     return _integer_padding(tags, stored)
@@ -303,7 +309,12 @@ def _smallest_type(
     return None
 
 
-def _window(tags: Any, number: int, *, is_signed: bool) -> Bounds | None:
+def _window(
+    tags: Any,
+    number: int,
+    *,
+    is_signed: bool,
+) -> Bounds | None:
     """Return the values that the first window, or the first table, maps to black and to white (PS3.3 C.11.2).
 
     A window that its function does not allow is none: LINEAR takes widths of 1 and more, the others all above 0.
@@ -320,7 +331,11 @@ def _window(tags: Any, number: int, *, is_signed: bool) -> Bounds | None:
     return _ascending(float(table.first), float(table.first + len(table.entries) - 1))
 
 
-def _window_ends(centre: float, width: float, function: str) -> Bounds | None:
+def _window_ends(
+    centre: float,
+    width: float,
+    function: str,
+) -> Bounds | None:
     if function == "LINEAR" and width >= 1:
         # C.11.2.1.2.1: black up to c - 0.5 - (w - 1) / 2, white from c - 0.5 + (w - 1) / 2.
         middle = centre - 0.5
@@ -446,7 +461,11 @@ def _through_palette(
     return Picture(supported(colours), spacing, None, (0.0, brightest))
 
 
-def _palette_table(tags: Any, colour: str, is_signed: bool) -> LookupTable:
+def _palette_table(
+    tags: Any,
+    colour: str,
+    is_signed: bool,
+) -> LookupTable:
     descriptor = f"{colour}PaletteColorLookupTableDescriptor"
     if not has_tag(tags, descriptor):
         raise ImageError(Reason.DAMAGED, f"{descriptor} is missing")
@@ -459,7 +478,11 @@ def _palette_table(tags: Any, colour: str, is_signed: bool) -> LookupTable:
     return table
 
 
-def _unsegmented(words: list[int], num_entries: int, keyword: str) -> NDArray[Any]:
+def _unsegmented(
+    words: list[int],
+    num_entries: int,
+    keyword: str,
+) -> NDArray[Any]:
     """Return the entries of a segmented table of 16-bit words (PS3.3 C.7.9.2).
 
     A segment is discrete (0: its entries), linear (1: a line from the entry before to the one given) or indirect

@@ -185,7 +185,11 @@ def find_data(
     if is_table(path, columns):
         table = Table(path, columns)
         return DataSet(
-            path, DataKind.PICTURES, table=table, table_paths=TablePaths.of(table), outside=outside
+            path,
+            DataKind.PICTURES,
+            table=table,
+            table_paths=TablePaths.of(table),
+            outside=outside,
         )
     if columns:
         raise DataError("--column", expected="a table as --data", got="a file that is not a table")
@@ -204,7 +208,11 @@ def require_data(path: Path) -> None:
         raise MissingFileError(str(path), expected=_EXPECTED, got="nothing there")
 
 
-def _find_in_folder(path: Path, columns: Columns, outside: bool) -> DataSet:
+def _find_in_folder(
+    path: Path,
+    columns: Columns,
+    outside: bool,
+) -> DataSet:
     if _holds_arrays(path) and not (path / FOLDER_TABLE).is_file():
         if columns:
             raise DataError("--column", expected="a table as --data", got="a folder of arrays")
@@ -314,7 +322,12 @@ class _Boundary:
 class _TableRows:
     """The rows of a table, led to files."""
 
-    def __init__(self, table: Table, paths: TablePaths, boundary: _Boundary) -> None:
+    def __init__(
+        self,
+        table: Table,
+        paths: TablePaths,
+        boundary: _Boundary,
+    ) -> None:
         self._table = table
         self._paths = paths
         self._boundary = boundary
@@ -405,7 +418,11 @@ def _below(root: str, boundary: _Boundary) -> Iterator[ImageFile]:
         pending.extend(reversed(subfolders))
 
 
-def _file_in_folder(item: "os.DirEntry[str]", names: FolderNames, boundary: _Boundary) -> ImageFile:
+def _file_in_folder(
+    item: "os.DirEntry[str]",
+    names: FolderNames,
+    boundary: _Boundary,
+) -> ImageFile:
     if names.is_clutter(item.name):
         return ImageFile(item.path, reason=Reason.CLUTTER)
     if is_document(item.name):
@@ -425,13 +442,19 @@ def _is_folder(item: "os.DirEntry[str]") -> bool:
         return False
 
 
-def _image_file(path: str, names: FolderNames, boundary: _Boundary) -> ImageFile:
+def _image_file(
+    path: str,
+    names: FolderNames,
+    boundary: _Boundary,
+) -> ImageFile:
     """Return a file with those that are read with it, and their sizes and times."""
     name = os.path.split(path)[1]
     companions = [f"{path.removesuffix(name)}{companion}" for companion in names.companions(name)]
     if not all(boundary.contains(companion) for companion in companions):
         return ImageFile(
-            path, reason=Reason.OUTSIDE, detail="a link to the other file of this image"
+            path,
+            reason=Reason.OUTSIDE,
+            detail="a link to the other file of this image",
         )
     files = (path, *companions)
     stats = []

@@ -109,7 +109,9 @@ def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
         is_finite_B = is_finite.reshape(len(values), -1).all(1)
         row = _first(np.asarray(~is_finite_B), rows)
         raise DataError(
-            "image values", expected="finite numbers", got=f"NaN or infinite values in row {row}"
+            "image values",
+            expected="finite numbers",
+            got=f"NaN or infinite values in row {row}",
         )
 
 

@@ -94,7 +94,8 @@ class Format:
 
 
 def decode(
-    content: FileContent, limits: DecodeLimits | None = None
+    content: FileContent,
+    limits: DecodeLimits | None = None,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of a file, whatever its format; a picture of it that cannot be used comes as its error.
 
@@ -114,7 +115,8 @@ def decode(
 
 
 def decode_unchecked(
-    content: FileContent, limits: DecodeLimits
+    content: FileContent,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of a file inside another one, before the checks that `decode` makes of each.
 
@@ -134,7 +136,10 @@ def decode_unchecked(
     except ImportError as error:
         got = f"no module {error.name}"
         raise SetupError(
-            "images", expected="the decoders of images", got=got, remedy=_INSTALL
+            "images",
+            expected="the decoders of images",
+            got=got,
+            remedy=_INSTALL,
         ) from error
     except Exception as error:
         # Whatever a library raised: its text may quote the file, so that only its meaning goes further.
@@ -269,7 +274,9 @@ FORMATS = (
     Format("NIfTI-2", "nifti", _is_nifti_2),
     Format("MGH", "mgh", _is_mgh),
     Format(
-        "WEBP", "webp", lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP"
+        "WEBP",
+        "webp",
+        lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP",
     ),
     Format("Parquet", "arrays", lambda head: head.starts_with(b"PAR1")),
     Format("npy", "arrays", lambda head: head.starts_with(b"\x93NUMPY")),

@@ -107,7 +107,11 @@ def _resampled_size(
     return sides
 
 
-def resampling_bytes(channels: int, before: Sides, after: Sides) -> int:
+def resampling_bytes(
+    channels: int,
+    before: Sides,
+    after: Sides,
+) -> int:
     """Return the bytes of a picture between its resampling along rows and columns and that along slices."""
     between = (*before[:-2], *after[-2:])
     num_values = max(prod(after), prod(between))
@@ -152,7 +156,11 @@ def middle(values: Floats, shape: Sides) -> Floats:
     return values[(slice(None), *ranges)]
 
 
-def padded(values: Floats, shape: Sides, value: float) -> Floats:
+def padded(
+    values: Floats,
+    shape: Sides,
+    value: float,
+) -> Floats:
     """Put (C, ...) into the middle of `shape`, where no side is longer; an odd remainder adds one more at the end."""
     if values.shape[1:] == shape:
         return values

@@ -98,7 +98,9 @@ def read_idx(path: Path) -> NDArray[np.generic]:
     num_bytes = prod(array.shape) * array.dtype.itemsize
     if num_bytes > memory_bytes:
         raise DataError(
-            "data file", expected=f"at most {memory_bytes} bytes, unpacked", got=f"{num_bytes}"
+            "data file",
+            expected=f"at most {memory_bytes} bytes, unpacked",
+            got=f"{num_bytes}",
         )
     return array.whole()
 

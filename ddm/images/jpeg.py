@@ -75,7 +75,11 @@ class Markers:
         return len(self.sampling)
 
 
-def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
+def read(
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
+) -> Iterator[DecodedPicture]:
     """Yield the image of one file.
 
     Args:
@@ -173,7 +177,11 @@ def _next_marker(data: bytes, position: int) -> tuple[int, int]:
     return data[position], position + 1
 
 
-def _note(markers: Markers, marker: int, segment: bytes) -> None:
+def _note(
+    markers: Markers,
+    marker: int,
+    segment: bytes,
+) -> None:
     metadata = markers.metadata
     if marker in _FRAMES:
         _note_frame(markers, segment)
@@ -228,7 +236,11 @@ def _end_of_scan(data: bytes, start: int) -> int:
     return match.start()
 
 
-def _check_restarts(markers: Markers, scan_header: bytes, scan: bytes) -> None:
+def _check_restarts(
+    markers: Markers,
+    scan_header: bytes,
+    scan: bytes,
+) -> None:
     """Refuse a scan whose restart markers are not all there: libjpeg would guess what belongs where."""
     restarts = _RESTART.findall(scan)
     if not markers.restart_interval:

@@ -25,7 +25,11 @@ _HEADER_BYTES = 90
 _VOXELS_AT = 284
 
 
-def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
+def read(
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
+) -> Iterator[DecodedPicture]:
     """Yield the volume of one file, its one slice as an image, or each volume of a series in time.
 
     Args:

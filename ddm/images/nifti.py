@@ -39,7 +39,11 @@ _INTENTS = {
 }
 
 
-def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
+def read(
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
+) -> Iterator[DecodedPicture]:
     """Yield the volume of one file, its one slice as an image, or each volume of a series in time.
 
     Args:

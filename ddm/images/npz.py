@@ -258,7 +258,9 @@ def open_npy(path: Path) -> FileArray:
     header = npy_header(path)
     if header.by_columns or not header.dtype.isnative:
         raise DataError(
-            "data file", expected="an npy in C order and native byte order", got="another order"
+            "data file",
+            expected="an npy in C order and native byte order",
+            got="another order",
         )
     return FileArray(path, header.dtype, header.shape, header.offset)
 
@@ -298,7 +300,11 @@ def npz_array(path: Path, name: str) -> EncodedArray:
 
 
 @contextmanager
-def _open_npz_values(path: Path, name: str, offset: int) -> Iterator[IO[bytes]]:
+def _open_npz_values(
+    path: Path,
+    name: str,
+    offset: int,
+) -> Iterator[IO[bytes]]:
     with ZipFile(path) as archive, archive.open(_entry(archive, name)) as handle:
         _read(handle, offset)
         yield handle
@@ -317,7 +323,12 @@ def _content_offset(path: Path, entry: ZipInfo) -> int:
     return entry.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
 
 
-def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
+def read_array(
+    path: Path,
+    name: str,
+    *,
+    max_bytes: int,
+) -> np.ndarray:
     """Read one array of an npz; its size is known before it is unpacked.
 
     Args:

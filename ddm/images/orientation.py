@@ -19,7 +19,8 @@ _TARGET = axcodes2ornt(("S", "P", "L"))  # where D, H and W go to
 
 
 def oriented(
-    values: NDArray[np.generic], matrix: NDArray[np.float64]
+    values: NDArray[np.generic],
+    matrix: NDArray[np.float64],
 ) -> tuple[NDArray[np.generic], tuple[float, float, float]]:
     """Turn and flip the last three axes, without resampling, each to the axis of the body that it is nearest to.
 
@@ -54,7 +55,8 @@ def oriented(
 
 
 def flattened(
-    values: NDArray[np.generic], spacing: tuple[float, float, float]
+    values: NDArray[np.generic],
+    spacing: tuple[float, float, float],
 ) -> tuple[NDArray[np.generic], tuple[float, ...]]:
     """Turn a volume of one slice, shape (C, D, H, W), into the image of a screen, on which the head is up."""
     thin_axis = next(axis for axis in (1, 2, 3) if values.shape[axis] == 1)

@@ -173,7 +173,9 @@ class ParquetTable:
                     # Missing numbers in floating point become NaN; whole numbers have none.
                     row = first + column.is_null().index(True).as_py()
                     raise DataError(
-                        name, expected="a number in every row", got=f"none in row {row}"
+                        name,
+                        expected="a number in every row",
+                        got=f"none in row {row}",
                     )
                 blocks.append(np.asarray(column.to_numpy(zero_copy_only=False)))
             first += len(batch)
@@ -299,7 +301,11 @@ def _text_array(name: str, texts: Sequence[str]) -> NDArray[np.generic]:
     return np.array(texts, dtype=np.str_)
 
 
-def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
+def _texts(
+    column: Any,
+    name: str,
+    max_bytes: int,
+) -> list[str | None]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -312,7 +318,9 @@ def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
         longest = pc.max(lengths).as_py() or 0
         if longest > max_bytes:
             raise DataError(
-                name, expected=f"at most {max_bytes} bytes a cell", got=f"a cell of {longest}"
+                name,
+                expected=f"at most {max_bytes} bytes a cell",
+                got=f"a cell of {longest}",
             )
         # The entries that these rows name: a list of them may be much longer than a batch.
         numbers = pc.unique(column.indices).drop_null()
@@ -363,7 +371,11 @@ def _opened(path: Path, dictionaries: Sequence[str] = ()) -> Any:
     )
 
 
-def _leaves_of(file: Any, row_groups: Sequence[RowGroup], names: Sequence[str]) -> dict[int, bool]:
+def _leaves_of(
+    file: Any,
+    row_groups: Sequence[RowGroup],
+    names: Sequence[str],
+) -> dict[int, bool]:
     """Return what `iter_batches` reads of some columns: the schema's leaves, and whether each is inside of lists.
 
     Leaves are chosen by the schema, as pyarrow chooses them: the path that the footer repeats at each of a row group's
@@ -386,7 +398,11 @@ def _leaves_of(file: Any, row_groups: Sequence[RowGroup], names: Sequence[str]) 
     return leaves
 
 
-def _check_row_group(path: Path, group: RowGroup, leaves: Mapping[int, bool]) -> None:
+def _check_row_group(
+    path: Path,
+    group: RowGroup,
+    leaves: Mapping[int, bool],
+) -> None:
     """Refuse a row group whose columns take too much memory for its rows.
 
     Raises:
@@ -518,7 +534,11 @@ def _check_lengths(
     raise DataError("images", expected=f"lists of {side}, as in the first row", got=got)
 
 
-def _no_gaps(column: Any, first: int, entries_per_row: int = 1) -> None:
+def _no_gaps(
+    column: Any,
+    first: int,
+    entries_per_row: int = 1,
+) -> None:
     if column.null_count:
         place = column.is_null().index(True).as_py()
         row = first + place // entries_per_row

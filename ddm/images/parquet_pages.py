@@ -46,7 +46,11 @@ class PageSize:
     num_values: int
 
 
-def check_pages(path: Path, chunk: ColumnChunk, num_values: int | None) -> None:
+def check_pages(
+    path: Path,
+    chunk: ColumnChunk,
+    num_values: int | None,
+) -> None:
     """Refuse a column of a row group that takes more memory than it should.
 
     Args:

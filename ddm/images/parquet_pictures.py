@@ -17,7 +17,9 @@ from ddm.images.reasons import ImageError, Reason
 
 
 def read_encoded(
-    table: ParquetTable, column: str, limits: DecodeLimits
+    table: ParquetTable,
+    column: str,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of the image files in a column, with what the other columns say of them.
 
@@ -82,7 +84,11 @@ def _text(
     return as_text(value)
 
 
-def _content(cell: Any, folder: Path, limits: DecodeLimits) -> FileContent:
+def _content(
+    cell: Any,
+    folder: Path,
+    limits: DecodeLimits,
+) -> FileContent:
     """Return the file that a cell holds or names.
 
     Raises:
@@ -104,7 +110,11 @@ def _content(cell: Any, folder: Path, limits: DecodeLimits) -> FileContent:
     return _file_beside(name, folder, limits)
 
 
-def _file_beside(name: str, folder: Path, limits: DecodeLimits) -> FileContent:
+def _file_beside(
+    name: str,
+    folder: Path,
+    limits: DecodeLimits,
+) -> FileContent:
     """Return a file in the folder of the Parquet file, or below it, by its path relative to that.
 
     Raises:

@@ -94,7 +94,9 @@ def pseudonyms(
     if is_missing(text):
         return None
     return keyed(b"patient ", canonical(text, rule), key), keyed(
-        b"spelling ", similar(text, rule), key
+        b"spelling ",
+        similar(text, rule),
+        key,
     )
 
 
@@ -115,7 +117,11 @@ def order_of(
     return keyed(b"order ", canonical(text, rule), key)
 
 
-def keyed(purpose: bytes, text: str, key: bytes) -> str:
+def keyed(
+    purpose: bytes,
+    text: str,
+    key: bytes,
+) -> str:
     """Return a keyed digest of a text, 32 hexadecimal digits, for one purpose."""
     data = purpose + text.encode("utf-8", "surrogatepass")
     return hmac.new(key, data, hashlib.sha256).hexdigest()[:DIGEST_CHARACTERS]

@@ -57,7 +57,11 @@ class _PngHeader:
         return (1 << self.depth) - 1
 
 
-def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
+def read(
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
+) -> Iterator[DecodedPicture]:
     """Yield the image of one file.
 
     Args:

@@ -36,7 +36,11 @@ _LEGEND = (
 )
 
 
-def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path) -> list[str]:
+def contact_sheet(
+    pictures: Iterable[Picture],
+    transform: Transform,
+    path: Path,
+) -> list[str]:
     """Write a PNG that shows each picture with its number from 1, and beside it what the plan makes of it.
 
     Of a volume the middle axial slice is shown, and of slices the first, the middle and the last. The file shows
@@ -150,14 +154,23 @@ def _numbered(cell: Floats, number: int) -> Floats:
     _, height, width = cell.shape
     image = Image.new("L", (width, height), _UNTOUCHED)
     ImageDraw.Draw(image).text(
-        (3, 1), str(number), fill=255, stroke_fill=0, stroke_width=1, font_size=_NUMBER_PIXELS
+        (3, 1),
+        str(number),
+        fill=255,
+        stroke_fill=0,
+        stroke_width=1,
+        font_size=_NUMBER_PIXELS,
     )
     tones = np.asarray(image)
     letters = tones.astype(np.float32) / 127.5 - 1
     return np.where(tones == _UNTOUCHED, cell, letters[None]).astype(np.float32)
 
 
-def _after(sample: Floats, data: DataSpec, side: int) -> Floats:
+def _after(
+    sample: Floats,
+    data: DataSpec,
+    side: int,
+) -> Floats:
     """Return a sample enlarged by a whole factor, (3, side, side) in [-1, 1]; of a volume, its middle slice."""
     low, high = data.range
     image = sample

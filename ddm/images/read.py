@@ -74,7 +74,8 @@ def find_readable(path: Path, columns: Columns | None = None) -> DataSet:
 
 
 def _pictures_of(
-    file: ImageFile, limits: DecodeLimits | None
+    file: ImageFile,
+    limits: DecodeLimits | None,
 ) -> Iterator[DecodedPicture | ImageError]:
     if file.reason is Reason.CLUTTER:
         return
@@ -102,7 +103,10 @@ def _with_row(picture: DecodedPicture, file: ImageFile) -> DecodedPicture:
     if row is None:
         return picture
     return picture.with_fields(
-        label=row.label, patient=row.patient, split=row.split, caption=row.caption
+        label=row.label,
+        patient=row.patient,
+        split=row.split,
+        caption=row.caption,
     )
 
 
@@ -258,7 +262,12 @@ class PictureReader:
                 self._cannot_decode(file, 0, ImageError(Reason.NO_PIXELS))
             file = None
 
-    def _cannot_decode(self, file: ImageFile, place: int, error: ImageError) -> None:
+    def _cannot_decode(
+        self,
+        file: ImageFile,
+        place: int,
+        error: ImageError,
+    ) -> None:
         name = Path(file.path).name
         # A folder of pictures may have any other files, whose names do not say that they are pictures: notes, models.
         in_folder = self.data.path.is_dir() and file.row is None and place == 0

@@ -144,7 +144,9 @@ class JoinedArrays:
         if len(kinds) != 1:
             got = ", ".join(f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:3])
             raise DataError(
-                "data files", expected="rows of one type and one shape in all of them", got=got
+                "data files",
+                expected="rows of one type and one shape in all of them",
+                got=got,
             )
 
     @property
@@ -270,7 +272,12 @@ class Scaled(_Lazy):
         scale: above 0.
     """
 
-    def __init__(self, images: Images, shift: float, scale: float) -> None:
+    def __init__(
+        self,
+        images: Images,
+        shift: float,
+        scale: float,
+    ) -> None:
         self.images = images
         self.shift = shift
         self.scale = scale

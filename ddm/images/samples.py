@@ -211,7 +211,11 @@ def _holds_samples(data: DataSet, spec: DataSpec) -> bool:
     return dtype.kind == "f" and shape == spec.shape
 
 
-def _transformed(data: DataSet, transform: Transform, subject: str) -> ImageSet:
+def _transformed(
+    data: DataSet,
+    transform: Transform,
+    subject: str,
+) -> ImageSet:
     """Take every picture through the transform; what it makes stays in memory, in its compact type."""
     reader = PictureReader(data, subject)
     enlargements = EnlargementCounter()
@@ -297,7 +301,9 @@ def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
             got = f"{values.shape[0]} channels"
             raise DataError("picture", expected=f"{spec.shape[0]} channels", got=got)
         values = with_channels(
-            values, TransformSpec.model_validate({"channels": channels}), spec.shape[0]
+            values,
+            TransformSpec.model_validate({"channels": channels}),
+            spec.shape[0],
         )
     if picture.full is None:
         low, high = spec.range
@@ -307,7 +313,9 @@ def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
     if picture.full is None and (values.min() < low or values.max() > high):
         got = f"{values.min():g} to {values.max():g}"
         raise DataError(
-            "picture", expected=f"values within [{low:g}, {high:g}], or whole numbers", got=got
+            "picture",
+            expected=f"values within [{low:g}, {high:g}], or whole numbers",
+            got=got,
         )
     return torch.from_numpy(mapped(values, low, high, spec.range))[None]
 
@@ -362,5 +370,7 @@ def _check_size(picture: Picture, spec: DataSpec) -> None:
     if picture.values.shape[1:] != spec.shape[1:]:
         expected = f"{' x '.join(map(str, spec.shape[1:]))} pixels, height by width"
         raise DataError(
-            "picture", expected=expected, got=" x ".join(map(str, picture.values.shape[1:]))
+            "picture",
+            expected=expected,
+            got=" x ".join(map(str, picture.values.shape[1:])),
         )

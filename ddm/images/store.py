@@ -87,7 +87,9 @@ class StoredCohort:
         if self._table is not None and self._table.num_rows != len(self):
             got = f"{self._table.num_rows}"
             raise DataError(
-                "table of the cohort", expected=f"{len(self)} rows, one for each image", got=got
+                "table of the cohort",
+                expected=f"{len(self)} rows, one for each image",
+                got=got,
             )
 
     def __len__(self) -> int:
@@ -116,7 +118,9 @@ class StoredCohort:
         """
         if self._table is None or name not in self.columns:
             raise DataError(
-                name, expected="an entry for each image", got="images without such a column"
+                name,
+                expected="an entry for each image",
+                got="images without such a column",
             )
         return self._table.cells(_COLUMN_NAMES[name], max_bytes)
 
@@ -219,7 +223,9 @@ def _write_cohort(
                 if num_images == max_images:
                     got = f"{max_images + 1} or more"
                     raise DataError(
-                        "images", expected=f"at most {max_images}, as announced", got=got
+                        "images",
+                        expected=f"at most {max_images}, as announced",
+                        got=got,
                     )
                 stored = np.ascontiguousarray(transform.stored(sample))
                 handle.write(stored.reshape(-1).view(np.uint8).data)
@@ -231,11 +237,17 @@ def _write_cohort(
     handle.seek(0)
     if _write_header(handle, transform, num_images) != header_bytes:
         raise DataError(
-            "header of the array", expected=f"{header_bytes} bytes", got="another length"
+            "header of the array",
+            expected=f"{header_bytes} bytes",
+            got="another length",
         )
 
 
-def _write_header(handle: BinaryIO, transform: Transform, num_images: int) -> int:
+def _write_header(
+    handle: BinaryIO,
+    transform: Transform,
+    num_images: int,
+) -> int:
     """Write the header of an npy, which has space for numbers of up to 21 digits, and return its length."""
     header = {
         "descr": np.lib.format.dtype_to_descr(transform.dtype),
@@ -296,7 +308,10 @@ class _TableWriter:
         if is_missing(text):
             remedy = "Give every image its patient: one without could belong to a patient who is counted already."
             raise DataError(
-                "patients", expected="a patient for each image", got="a blank one", remedy=remedy
+                "patients",
+                expected="a patient for each image",
+                got="a blank one",
+                remedy=remedy,
             )
         # A digest instead of the name: memory then holds no names, and all keys have one size.
         digest = blake2b(canonical(text).encode(), digest_size=16).digest()

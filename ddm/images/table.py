@@ -120,7 +120,9 @@ class Table:
         for count, (place, texts) in enumerate(records):
             if count >= MAX_ROWS:
                 raise DataError(
-                    "table", expected=f"at most {MAX_ROWS} rows", got=f"row {count + 1}"
+                    "table",
+                    expected=f"at most {MAX_ROWS} rows",
+                    got=f"row {count + 1}",
                 )
             path = _cell(texts.pop("path"), place)
             if path is None:
@@ -174,7 +176,9 @@ class Table:
                     continue
                 if len(record) > MAX_COLUMNS:
                     raise DataError(
-                        "table", expected=f"at most {MAX_COLUMNS} columns", got=f"{len(record)}"
+                        "table",
+                        expected=f"at most {MAX_COLUMNS} columns",
+                        got=f"{len(record)}",
                     )
                 num_columns = len(record)
                 places = self._choose_columns(record)
@@ -186,7 +190,10 @@ class Table:
             if len(record) != num_columns:
                 got = f"{len(record)} in line {line}"
                 raise DataError(
-                    "table", expected=f"{num_columns} cells in each row", got=got, remedy=_CORRECT
+                    "table",
+                    expected=f"{num_columns} cells in each row",
+                    got=got,
+                    remedy=_CORRECT,
                 )
             yield f"line {line}", {meaning: record[place] for meaning, place in places.items()}
         if not places:
@@ -242,7 +249,10 @@ class Table:
                 f"Choose one of them with --column {meaning}=NAME, or rename or remove the others."
             )
             raise DataError(
-                "table", expected=f"one column that means {meaning}", got=got, remedy=remedy
+                "table",
+                expected=f"one column that means {meaning}",
+                got=got,
+                remedy=remedy,
             )
         if not matches:
             return None
@@ -295,7 +305,9 @@ def _cell(text: str | None, place: str) -> str | None:
         return None
     if len(text) > MAX_CELL:
         raise DataError(
-            "table", expected=f"at most {MAX_CELL} characters a cell", got=f"more in {place}"
+            "table",
+            expected=f"at most {MAX_CELL} characters a cell",
+            got=f"more in {place}",
         )
     plain = text.strip()
     if is_missing(visible_text(plain)):

@@ -264,7 +264,8 @@ def _scales(image_HW: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
 
 
 def _lines_at_scale(
-    image_HW: NDArray[np.float32], edge_steps: Sequence[float]
+    image_HW: NDArray[np.float32],
+    edge_steps: Sequence[float],
 ) -> Iterator[TextLine]:
     """Yield what may be lines of text, in pixels of this scale: the strongest of each part, step and height."""
     steps_HW = image_HW[:, 1:] - image_HW[:, :-1]

@@ -85,7 +85,11 @@ def _prepared(part_HW: NDArray[np.generic], letter_height: int) -> NDArray[np.ui
     return np.pad(tones, _MARGIN, constant_values=int(np.median(tones)))
 
 
-def _enlarged(part: NDArray[Any], factor: int, axis: int) -> NDArray[Any]:
+def _enlarged(
+    part: NDArray[Any],
+    factor: int,
+    axis: int,
+) -> NDArray[Any]:
     """Return a part that is enlarged along one axis, linearly between neighbours: hard steps are no letters to it."""
     num = part.shape[axis]
     places = ((np.arange(num * factor) + 0.5) / factor - 0.5).clip(0, num - 1)

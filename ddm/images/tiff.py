@@ -69,7 +69,9 @@ _OME_CHANNELS = re.compile(r"""<(?:\w+:)?Pixels\b[^>]*?\bSizeC=["'](\d+)["']""")
 
 
 def read(
-    content: FileContent, kind: str, limits: DecodeLimits
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the images of one file; a page that cannot be used comes as its error if there are others.
 

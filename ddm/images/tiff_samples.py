@@ -248,5 +248,7 @@ def _of_jpeg(
     if shape[3] == 3:
         colour_space = {RGB: "RGB", YCBCR: "YCbCr"}.get(page.photometric)
     return np.asarray(jpeg.decoded(markers, colour_space)).reshape(
-        markers.height, markers.width, shape[3]
+        markers.height,
+        markers.width,
+        shape[3],
     )

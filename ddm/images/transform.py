@@ -85,7 +85,9 @@ class Transform:
         misfit = spec.misfit(data)
         if misfit:
             raise DataError(
-                "transform", expected=misfit, got=f"shape {data.shape}, range {data.range}"
+                "transform",
+                expected=misfit,
+                got=f"shape {data.shape}, range {data.range}",
             )
         self.spec = spec
         self.data = data
@@ -223,11 +225,15 @@ class Transform:
             )
         if picture.spacing is not None and len(picture.spacing) != values.ndim - 1:
             raise DataError(
-                "spacing", expected=f"{values.ndim - 1} lengths", got=f"{len(picture.spacing)}"
+                "spacing",
+                expected=f"{values.ndim - 1} lengths",
+                got=f"{len(picture.spacing)}",
             )
         if isinstance(self.spec.fit, SpacingFit) and not picture.spacing_in_mm:
             raise DataError(
-                "spacing", expected="a file that states it, in mm", got="only a ratio of the sides"
+                "spacing",
+                expected="a file that states it, in mm",
+                got="only a ratio of the sides",
             )
         num_channels = max(self.data.shape[0], values.shape[0])
         needed_bytes = 4 * _NUM_COPIES * num_channels * values[0].size
@@ -284,7 +290,9 @@ def with_channels(
     if spec.channels == "pick":
         if num_found <= max(spec.pick):
             raise DataError(
-                "channels", expected=f"more than {max(spec.pick)}, to pick from", got=f"{num_found}"
+                "channels",
+                expected=f"more than {max(spec.pick)}, to pick from",
+                got=f"{num_found}",
             )
         return values[list(spec.pick)]
     if spec.channels == "grey" and num_found == 3:
@@ -299,7 +307,10 @@ def with_channels(
     if spec.channels in ("grey", "rgb"):
         expected = "1 or 3"
     raise DataError(
-        "channels", expected=expected, got=f"{num_found}", remedy=_remedy(num_found, num_channels)
+        "channels",
+        expected=expected,
+        got=f"{num_found}",
+        remedy=_remedy(num_found, num_channels),
     )
 
 
@@ -331,7 +342,9 @@ def bounds(
     low, high = map(float, _range_bounds(values, picture, spec.range))
     if not high > low:
         raise DataError(
-            "values", expected="values that differ", got="the same value nearly everywhere"
+            "values",
+            expected="values that differ",
+            got="the same value nearly everywhere",
         )
     if not isfinite(high - low):
         raise DataError("values", expected="a finite range", got="numbers too large for one")
@@ -354,7 +367,9 @@ def _range_bounds(
             if picture.full is None:
                 got = "floating point or 32 bits, which have no bounds of their own"
                 raise DataError(
-                    "values", expected="a type with a full range, such as 8 bits", got=got
+                    "values",
+                    expected="a type with a full range, such as 8 bits",
+                    got=got,
                 )
             return picture.full
         case WindowRange(fallback=fallback):

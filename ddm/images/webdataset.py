@@ -62,7 +62,9 @@ _JSON_SUFFIX = ".json"
 
 
 def read(
-    content: FileContent, kind: str, limits: DecodeLimits
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of an archive; a sample that gives none comes as its error, and the next ones follow.
 
@@ -225,7 +227,11 @@ def _add(
             sample.texts.setdefault(name, []).append(text)
 
 
-def _texts(suffix: str, archive: "_Archive", member: tarfile.TarInfo) -> dict[str, str | None]:
+def _texts(
+    suffix: str,
+    archive: "_Archive",
+    member: tarfile.TarInfo,
+) -> dict[str, str | None]:
     """Return the fields that a member states.
 
     Raises:

@@ -14,7 +14,11 @@ from ddm.images.raster import BYTE_RANGE, Metadata, over_black, picture_of
 from ddm.images.reasons import ImageError, Reason
 
 
-def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
+def read(
+    content: FileContent,
+    kind: str,
+    limits: DecodeLimits,
+) -> Iterator[DecodedPicture]:
     """Yield the images of one file.
 
     Args:

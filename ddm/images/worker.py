@@ -54,7 +54,9 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     settings = json.loads(requests.readline())
     limits = DecodeLimits(**settings["limits"])
     secrets = _Secrets(
-        bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"]), settings["patient_rule"]
+        bytes.fromhex(settings["key"]),
+        bytes.fromhex(settings["order"]),
+        settings["patient_rule"],
     )
     set_bounds(limits)
     _write(answers, READY)  # from here on, time counts against the files

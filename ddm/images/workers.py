@@ -520,7 +520,11 @@ class _PictureFields(Model):
     full: tuple[float, float] | None
 
 
-def _picture(answer: object, record: PictureRecord, values: bytearray) -> Picture:
+def _picture(
+    answer: object,
+    record: PictureRecord,
+    values: bytearray,
+) -> Picture:
     # A file may have taken its decoder over, so that these fields are checked as the record is.
     fields = _PictureFields.model_validate_json(json.dumps(answer))
     array: NDArray[np.generic] = np.frombuffer(values, np.dtype(record.dtype)).reshape(record.shape)

@@ -139,7 +139,11 @@ def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, T
     return merged_weights
 
 
-def _add_lora(module: nn.Module, rank: int, alpha: float) -> None:
+def _add_lora(
+    module: nn.Module,
+    rank: int,
+    alpha: float,
+) -> None:
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             # Its frozen layer keeps its name below `.frozen`, which `merged` takes off again.

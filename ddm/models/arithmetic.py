@@ -86,7 +86,12 @@ class _AutocastNetwork:
     network: Callable[..., Tensor]
     dtype: torch.dtype
 
-    def __call__(self, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
+    def __call__(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        *condition_B: Tensor,
+    ) -> Tensor:
         with torch.autocast(x_B.device.type, self.dtype):
             return self.network(x_B, t_B, *condition_B).to(x_B.dtype)
 

@@ -53,7 +53,9 @@ def class_rows(
         return torch.zeros(num, dtype=torch.int64, device=device)
     if c_B.shape != (num,) or c_B.dtype != torch.int64:
         raise ShapeError(
-            "classes", expected=f"int64 ({num},)", got=f"{c_B.dtype} {tuple(c_B.shape)}"
+            "classes",
+            expected=f"int64 ({num},)",
+            got=f"{c_B.dtype} {tuple(c_B.shape)}",
         )
     return c_B.to(device) + 1
 
@@ -120,7 +122,11 @@ class TextEmbedding(nn.Module):
         return TextTokens(tokens_BLD, is_attended_BL[:, None, None])
 
 
-def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
+def check_text(
+    c_BLD: Tensor,
+    num: int,
+    condition: TextCondition,
+) -> None:
     """Refuse texts of another shape than the plan's.
 
     Raises:
@@ -132,7 +138,9 @@ def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
     # The number of tokens after the rest: another shape may have no second side.
     if not fits or not 0 < shape[1] <= max_tokens:
         raise ShapeError(
-            "text", expected=f"({num}, 1 to {max_tokens}, {condition.dim})", got=str(shape)
+            "text",
+            expected=f"({num}, 1 to {max_tokens}, {condition.dim})",
+            got=str(shape),
         )
 
 

@@ -49,7 +49,11 @@ class TimeEmbedding(nn.Module):
         return out
 
 
-def check_fit(architecture: Architecture, shape: Shape, condition: Condition) -> None:
+def check_fit(
+    architecture: Architecture,
+    shape: Shape,
+    condition: Condition,
+) -> None:
     """Refuse an architecture that does not fit the shape or the condition.
 
     Raises:
@@ -64,7 +68,11 @@ def check_fit(architecture: Architecture, shape: Shape, condition: Condition) ->
         )
 
 
-def check_input(x_B: Tensor, t_B: Tensor, shape: Shape) -> None:
+def check_input(
+    x_B: Tensor,
+    t_B: Tensor,
+    shape: Shape,
+) -> None:
     """Refuse samples of another shape than the model's, or not one time per sample.
 
     Raises:
@@ -119,7 +127,11 @@ def gather_tokens(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
     return h_BND.gather(1, index_BMD)
 
 
-def images_of(p_BND: Tensor, shape: Shape, patch: int) -> Tensor:
+def images_of(
+    p_BND: Tensor,
+    shape: Shape,
+    patch: int,
+) -> Tensor:
     """Join patches into images, the inverse of `patches_of`."""
     channels, height, width = shape
     rows = height // patch
@@ -175,7 +187,11 @@ def normalise(h_BND: Tensor) -> Tensor:
     return F.layer_norm(h_BND, h_BND.shape[-1:], eps=1e-6)
 
 
-def modulate(h_BND: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def modulate(
+    h_BND: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+) -> Tensor:
     """Return every token normalised, then scaled and shifted; `shift` and `scale` have shape (B, 1, D)."""
     return torch.addcmul(shift, normalise(h_BND), 1 + scale)
 
@@ -226,7 +242,10 @@ def attend(
         mixed = torch.softmax(scores, -1) @ v_BAND
     else:
         mixed = F.scaled_dot_product_attention(
-            q_BAND.float(), k_BAND.float(), v_BAND.float(), attn_mask=mask
+            q_BAND.float(),
+            k_BAND.float(),
+            v_BAND.float(),
+            attn_mask=mask,
         ).to(q_BAND.dtype)
     return mixed.transpose(1, 2).flatten(2)
 

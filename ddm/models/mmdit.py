@@ -64,7 +64,9 @@ class MmditNetwork(PatchTransformer):
         super().__init__(architecture, shape, condition, device)
         if not isinstance(condition, TextCondition):
             raise ShapeError(
-                "condition", expected="the kind text", got=f"the kind {condition.kind}"
+                "condition",
+                expected="the kind text",
+                got=f"the kind {condition.kind}",
             )
         self.architecture = architecture
         self.condition = condition
@@ -280,7 +282,12 @@ class SharedBlock(nn.Module):
         self.norms = _head_norms(hidden // heads, 2, device)
         self.narrow = nn.Linear((1 + MLP_RATIO) * hidden, hidden, device=device)
 
-    def forward(self, h_BTD: Tensor, modulation: Tensor, mask_B11T: Tensor) -> Tensor:
+    def forward(
+        self,
+        h_BTD: Tensor,
+        modulation: Tensor,
+        mask_B11T: Tensor,
+    ) -> Tensor:
         """Return the tokens after this block; the mask is False where text is padding."""
         shift, scale, gate = modulation.chunk(_SHARED_MODULATIONS, -1)
         wide = self.wide(modulate(h_BTD, shift, scale))
@@ -290,11 +297,19 @@ class SharedBlock(nn.Module):
         return torch.addcmul(h_BTD, gate, self.narrow(torch.cat([mixed, F.gelu(up)], dim=-1)))
 
 
-def _head_norms(width: int, num: int, device: str | None) -> nn.ModuleList:
+def _head_norms(
+    width: int,
+    num: int,
+    device: str | None,
+) -> nn.ModuleList:
     return nn.ModuleList(HeadNorm(width, device) for _ in range(num))
 
 
-def _split_and_normalise(kvq: Tensor, norms: nn.ModuleList, heads: int) -> list[Tensor]:
+def _split_and_normalise(
+    kvq: Tensor,
+    norms: nn.ModuleList,
+    heads: int,
+) -> list[Tensor]:
     """Split keys, values and queries (if there are any), and normalise keys and queries in every head.
 
     Args:

@@ -226,7 +226,11 @@ def _voxels(shape: Shape, level: int) -> int:
     return prod(side // 2**level for side in shape[1:])
 
 
-def _monai_unet(architecture: Unet, shape: Shape, condition: Condition) -> nn.Module:
+def _monai_unet(
+    architecture: Unet,
+    shape: Shape,
+    condition: Condition,
+) -> nn.Module:
     text_dim = None
     num_class_rows = None
     if isinstance(condition, TextCondition):

@@ -97,7 +97,11 @@ class Statistic(ABC):
 
     @abstractmethod
     def check_received(
-        self, tensors: Mapping[str, Tensor], num_units: int, plan: Plan, sketch: Sketch
+        self,
+        tensors: Mapping[str, Tensor],
+        num_units: int,
+        plan: Plan,
+        sketch: Sketch,
     ) -> None:
         """Refuse values that honest noise cannot explain; `tensors` have the specs of this statistic.
 
@@ -115,7 +119,10 @@ class Statistic(ABC):
 
 
 def checked_cells(
-    cell_N: Tensor, num_cells: int, num_records: int, subject: str
+    cell_N: Tensor,
+    num_cells: int,
+    num_records: int,
+    subject: str,
 ) -> NDArray[np.int64]:
     """Return each record's cell of a histogram.
 

@@ -47,14 +47,21 @@ class Histogram(Statistic):
         )
 
     def noised_histogram(
-        self, cell_U: NDArray[np.int64], num_cells: int, noise: Noise
+        self,
+        cell_U: NDArray[np.int64],
+        num_cells: int,
+        noise: Noise,
     ) -> NDArray[np.int64]:
         """Count the chosen records by cell, and add the noise."""
         true_G = np.bincount(cell_U, minlength=num_cells)
         return true_G + discrete_laplace(num_cells, self.epsilon, noise)
 
     def check_received(
-        self, tensors: Mapping[str, Tensor], num_units: int, plan: Plan, sketch: Sketch
+        self,
+        tensors: Mapping[str, Tensor],
+        num_units: int,
+        plan: Plan,
+        sketch: Sketch,
     ) -> None:
         """Check each count against [0, n_k] and their sum against n_k, within their noise.
 

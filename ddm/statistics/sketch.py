@@ -98,7 +98,11 @@ class Sketches(Statistic):
         self.noise_level(path_named(plan.objective.ensemble_path), sketch)
 
     def check_received(
-        self, tensors: Mapping[str, Tensor], num_units: int, plan: Plan, sketch: Sketch
+        self,
+        tensors: Mapping[str, Tensor],
+        num_units: int,
+        plan: Plan,
+        sketch: Sketch,
     ) -> None:
         """See `Statistic.check_received`."""
         level = self.noise_level(path_named(plan.objective.ensemble_path), sketch)

@@ -65,13 +65,17 @@ def decode_reply(records: RecordDict, *, max_bytes: int) -> Envelope[Reply]:
 
 
 def _decode(
-    records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int
+    records: RecordDict,
+    adapter: TypeAdapter[MessageT],
+    max_bytes: int,
 ) -> Envelope[MessageT]:
     # Names and types of the records before their content, the document before the bytes: each step trusts the last.
     names = set(records.keys())
     if names not in ({_HEAD}, {_HEAD, _DATA}) or not isinstance(records[_HEAD], ConfigRecord):
         raise DocumentError(
-            "message", expected="the records head and data", got=f"{len(names)} records"
+            "message",
+            expected="the records head and data",
+            got=f"{len(names)} records",
         )
     head = dict(records[_HEAD])
     document = head.get(_DOCUMENT)
@@ -91,7 +95,9 @@ def _decode(
     except ValidationError as error:
         # Not the library's text: it quotes what was received.
         raise DocumentError(
-            "message", expected="a valid document", got=f"{error.error_count()} errors"
+            "message",
+            expected="a valid document",
+            got=f"{error.error_count()} errors",
         ) from None
     _check_num_bytes(message, len(data))
     return Envelope(message, data)
@@ -102,7 +108,9 @@ def _check_num_bytes(message: Request | Reply, num_bytes: int) -> None:
     if isinstance(message, ReceiptDelivery):
         if not 0 < num_bytes <= MAX_RECEIPT_BYTES:
             raise DocumentError(
-                "receipt", expected=f"1 to {MAX_RECEIPT_BYTES} bytes", got=str(num_bytes)
+                "receipt",
+                expected=f"1 to {MAX_RECEIPT_BYTES} bytes",
+                got=str(num_bytes),
             )
         return
     expected_bytes = 0
@@ -111,23 +119,31 @@ def _check_num_bytes(message: Request | Reply, num_bytes: int) -> None:
         expected_bytes = sum(span.num_bytes for span in getattr(message, "spans", ()))
     if num_bytes != expected_bytes:
         raise DocumentError(
-            "message data", expected="as many bytes as its spans", got=str(num_bytes)
+            "message data",
+            expected="as many bytes as its spans",
+            got=str(num_bytes),
         )
 
 
 def _decode_data(record: object, max_bytes: int) -> bytes:
     if not isinstance(record, ArrayRecord) or set(record.keys()) != {_BYTES}:
         raise DocumentError(
-            "message data", expected=f"one array called {_BYTES}", got="other records"
+            "message data",
+            expected=f"one array called {_BYTES}",
+            got="other records",
         )
     array = record[_BYTES]
     data = array.data
     if array.dtype != "uint8" or array.stype != _STYPE or tuple(array.shape) != (len(data),):
         raise DocumentError(
-            "message data", expected="a flat array of bytes", got="an array of another form"
+            "message data",
+            expected="a flat array of bytes",
+            got="an array of another form",
         )
     if not 0 < len(data) <= max_bytes:
         raise DocumentError(
-            "message data", expected=f"at most {max_bytes} bytes", got=str(len(data))
+            "message data",
+            expected=f"at most {max_bytes} bytes",
+            got=str(len(data)),
         )
     return bytes(data)

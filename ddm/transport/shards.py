@@ -26,7 +26,11 @@ _MAX_PROGRESS_BYTES = 16 * 1024 * 1024
 
 
 def list_folder(
-    folder: Path, *, max_files: int, max_bytes: int, with_digest: bool = False
+    folder: Path,
+    *,
+    max_files: int,
+    max_bytes: int,
+    with_digest: bool = False,
 ) -> tuple[IndexEntry, ...]:
     """List a folder of at most so many files and bytes as an index, one entry a file, sorted by path.
 
@@ -52,7 +56,9 @@ def list_folder(
             entries.append(IndexEntry(path=name, num_bytes=entry.bytes, digest=digest))
         except ValidationError as error:
             raise UnsafePathError(
-                name, expected="a path that may travel", got="a path that is too long or too deep"
+                name,
+                expected="a path that may travel",
+                got="a path that is too long or too deep",
             ) from error
     return tuple(sorted(entries, key=lambda entry: entry.path))
 
@@ -83,7 +89,9 @@ def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
                 data = stream.read(span.num_bytes)
         except AbsentFileError as error:
             raise FormatError(
-                "range", expected="one of a file in the folder", got="a range of a missing file"
+                "range",
+                expected="one of a file in the folder",
+                got="a range of a missing file",
             ) from error
         if len(data) != span.num_bytes:
             raise FormatError(

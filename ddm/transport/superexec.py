@@ -22,7 +22,12 @@ POLL_VARIABLE = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 
-def superexec_command(address: str, ca_path: Path, secret_path: Path, kind: str) -> list[str]:
+def superexec_command(
+    address: str,
+    ca_path: Path,
+    secret_path: Path,
+    kind: str,
+) -> list[str]:
     """Return the command that takes tasks.
 
     Args:
@@ -43,7 +48,14 @@ def superexec_command(address: str, ca_path: Path, secret_path: Path, kind: str)
     ]
 
 
-def take_tasks(address: str, ca_path: Path, secret: bytes, kind: str, *, poll_s: float) -> None:
+def take_tasks(
+    address: str,
+    ca_path: Path,
+    secret: bytes,
+    kind: str,
+    *,
+    poll_s: float,
+) -> None:
     """Take tasks of one kind until this process is ended."""
     # Imported here, since `superexec_command` is used by programs that need nothing of Flower.
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
@@ -74,7 +86,12 @@ def take_tasks(address: str, ca_path: Path, secret: bytes, kind: str, *, poll_s:
         time.sleep(poll_s)
 
 
-def start_task(kind: str, address: str, ca_path: Path, token: str) -> "subprocess.Popen[bytes]":
+def start_task(
+    kind: str,
+    address: str,
+    ca_path: Path,
+    token: str,
+) -> "subprocess.Popen[bytes]":
     """Start the program that carries out one task; it learns its token from a descriptor that it inherits."""
     with tempfile.TemporaryFile() as token_file:
         token_file.write(token.encode())
@@ -97,7 +114,12 @@ def start_task(kind: str, address: str, ca_path: Path, token: str) -> "subproces
         )
 
 
-def main(address: str, ca_path: str, secret_path: str, kind: str) -> None:
+def main(
+    address: str,
+    ca_path: str,
+    secret_path: str,
+    kind: str,
+) -> None:
     """Take tasks while the process that started this one lives."""
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.supercore.utils import disable_process_dumping

@@ -119,7 +119,9 @@ def sign_request(request: SigningRequest, key: SigningKey) -> HolderSignature:
     _check_holder(request, key.public)
     payload = request.payload.encode()
     return HolderSignature(
-        payload_digest=sha256_hex(payload), key=str(key.public), signature=key.sign(payload).hex()
+        payload_digest=sha256_hex(payload),
+        key=str(key.public),
+        signature=key.sign(payload).hex(),
     )
 
 
@@ -152,7 +154,9 @@ def check_answers(
         # Two files by one holder would look like two holders to a person who counts files.
         if key in signatures:
             raise SignatureError(
-                subject, expected="one signature per holder", got="two signatures by this holder"
+                subject,
+                expected="one signature per holder",
+                got="two signatures by this holder",
             )
         signature = bytes.fromhex(answer.signature)
         key.verify(signature, payload)

@@ -131,7 +131,10 @@ def holders_of(root: Root) -> dict[str, Holders]:
 
 
 def draft_root(
-    version: int, holders: Mapping[str, Holders], now: datetime, log_key: str | None = None
+    version: int,
+    holders: Mapping[str, Holders],
+    now: datetime,
+    log_key: str | None = None,
 ) -> Root:
     """Draft a root.
 

@@ -43,14 +43,19 @@ def seal(payload: bytes, kind: str, key: SigningKey) -> bytes:
         text = payload.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DocumentError(
-            f"{kind} to sign", expected="UTF-8 text", got=f"an invalid byte at {error.start}"
+            f"{kind} to sign",
+            expected="UTF-8 text",
+            got=f"an invalid byte at {error.start}",
         ) from error
     signature = key.sign(_signed_bytes(kind, payload)).hex()
     return _Envelope(kind=kind, key=str(key.public), payload=text, signature=signature).encode()
 
 
 def open_sealed(
-    data: bytes, kind: str, key: PublicKey | None, limit: int
+    data: bytes,
+    kind: str,
+    key: PublicKey | None,
+    limit: int,
 ) -> tuple[bytes, PublicKey]:
     """Open an envelope after checking its signature; the payload has not been parsed yet.
 
@@ -70,7 +75,9 @@ def open_sealed(
     envelope = _Envelope.parse(data, subject=kind, limit=limit)
     if envelope.kind != kind:
         raise DocumentError(
-            kind, expected=f"a document of kind {kind}", got="the name of a different kind"
+            kind,
+            expected=f"a document of kind {kind}",
+            got="the name of a different kind",
         )
     # JSON can hold a lone surrogate, which no UTF-8 text can.
     try:
@@ -78,12 +85,16 @@ def open_sealed(
         canonical = envelope.encode()
     except (UnicodeEncodeError, rfc8785.CanonicalizationError) as error:
         raise DocumentError(
-            kind, expected="UTF-8 text", got="text with a lone surrogate"
+            kind,
+            expected="UTF-8 text",
+            got="text with a lone surrogate",
         ) from error
     # One content has one encoding, so that the digest of an envelope identifies it.
     if canonical != data:
         raise DocumentError(
-            kind, expected="canonical JSON (RFC 8785)", got="another encoding of the same values"
+            kind,
+            expected="canonical JSON (RFC 8785)",
+            got="another encoding of the same values",
         )
     signer = PublicKey.parse(envelope.key)
     # The envelope names its key itself. Only a comparison with a key that the caller trusts makes this a proof.
@@ -93,7 +104,9 @@ def open_sealed(
         signer.verify(bytes.fromhex(envelope.signature), _signed_bytes(kind, payload))
     except SignatureError as error:
         raise SignatureError(
-            kind, expected=f"a valid signature by {signer}", got="an invalid signature"
+            kind,
+            expected=f"a valid signature by {signer}",
+            got="an invalid signature",
         ) from error
     return payload, signer
 
@@ -102,6 +115,8 @@ def _signed_bytes(kind: str, payload: bytes) -> bytes:
     """Encode (kind, payload) unambiguously, for domain separation: no kind contains a line break."""
     if not re.fullmatch(_KIND, kind):
         raise DocumentError(
-            "envelope kind", expected="lowercase letters, digits and hyphens", got=repr(kind[:80])
+            "envelope kind",
+            expected="lowercase letters, digits and hyphens",
+            got=repr(kind[:80]),
         )
     return b"archipelago/envelope/1\n" + kind.encode() + b"\n" + payload

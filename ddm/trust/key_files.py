@@ -110,7 +110,10 @@ def encrypt_private_key(
     padder = PKCS7(algorithms.AES256.block_size).padder()
     padded = padder.update(plain) + padder.finalize()
     derivation = _ScryptParameters(
-        salt=salt, cost=_COST, block_size=_BLOCK_SIZE, parallelism=_PARALLELISM
+        salt=salt,
+        cost=_COST,
+        block_size=_BLOCK_SIZE,
+        parallelism=_PARALLELISM,
     )
     parameters = _Pbes2Parameters(
         key_derivation=_KeyDerivation(algorithm=_SCRYPT, parameters=derivation),
@@ -236,5 +239,10 @@ def _salt(passphrase: bytes) -> bytes:
 @lru_cache(maxsize=8)
 def _derive(passphrase: bytes, salt: bytes) -> bytes:
     return hashlib.scrypt(
-        passphrase, salt=salt, n=_COST, r=_BLOCK_SIZE, p=_PARALLELISM, dklen=_KEY_BYTES
+        passphrase,
+        salt=salt,
+        n=_COST,
+        r=_BLOCK_SIZE,
+        p=_PARALLELISM,
+        dklen=_KEY_BYTES,
     )

@@ -40,7 +40,9 @@ class PublicKey:
         # One form only, since keys are compared as texts in documents.
         if not re.fullmatch(_PREFIX + "[0-9a-f]{64}", text):
             raise DocumentError(
-                "public key", expected="ed25519: and 64 lowercase hex digits", got=repr(text[:80])
+                "public key",
+                expected="ed25519: and 64 lowercase hex digits",
+                got=repr(text[:80]),
             )
         return cls(bytes.fromhex(text.removeprefix(_PREFIX)))
 

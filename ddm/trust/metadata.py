@@ -37,7 +37,11 @@ METADATA_LIFE = timedelta(days=5 * 365)
 
 
 def parse_metadata(
-    data: bytes, kind: type[T], subject: str, *, limit: int | None = None
+    data: bytes,
+    kind: type[T],
+    subject: str,
+    *,
+    limit: int | None = None,
 ) -> Metadata[T]:
     """Parse one metadata file; its signatures are not checked yet.
 
@@ -63,13 +67,17 @@ def parse_metadata(
     keyids = [signature["keyid"] for signature in value["signatures"]]
     if keyids != sorted(set(keyids)):
         raise DocumentError(
-            subject, expected="each key's signature once, sorted by key id", got="another order"
+            subject,
+            expected="each key's signature once, sorted by key id",
+            got="another order",
         )
     try:
         metadata = cast("Metadata[T]", Metadata.from_bytes(data))
     except DeserializationError as error:
         raise DocumentError(
-            subject, expected=f"{kind.type} metadata", got=str(error.__cause__)[:120]
+            subject,
+            expected=f"{kind.type} metadata",
+            got=str(error.__cause__)[:120],
         ) from error
     _check_keyids(metadata.signed, subject)
     return metadata
@@ -88,11 +96,15 @@ def parse_payload(data: bytes, kind: type[T], subject: str) -> T:
         signed = kind.from_dict(value)
     except (ValueError, KeyError) as error:
         raise DocumentError(
-            subject, expected=f"{kind.type} metadata", got=str(error)[:120]
+            subject,
+            expected=f"{kind.type} metadata",
+            got=str(error)[:120],
         ) from error
     if payload_of(signed) != data:
         raise DocumentError(
-            subject, expected="canonical bytes", got="another encoding of the same metadata"
+            subject,
+            expected="canonical bytes",
+            got="another encoding of the same metadata",
         )
     _check_keyids(signed, subject)
     return signed
@@ -116,7 +128,10 @@ def attach(signed: Signed, signatures: Mapping[PublicKey, bytes]) -> bytes:
 
 
 def check_signatures(
-    metadata: Metadata[T], role: str, delegators: Sequence[Root | Targets], subject: str
+    metadata: Metadata[T],
+    role: str,
+    delegators: Sequence[Root | Targets],
+    subject: str,
 ) -> None:
     """Check that each delegator's threshold for `role` is met and that there are no other signatures.
 
@@ -156,7 +171,9 @@ def check_signatures(
             delegator.verify_delegate(role, payload, metadata.signatures)
         except UnsignedMetadataError as error:
             raise SignatureError(
-                subject, expected="enough signatures for its role", got=str(error)[:200]
+                subject,
+                expected="enough signatures for its role",
+                got=str(error)[:200],
             ) from error
 
 

@@ -122,7 +122,10 @@ class Repository:
         return Delegates.from_targets(self.targets())
 
     def next_root(
-        self, changed: Mapping[str, Holders], now: datetime, log_key: str | None = None
+        self,
+        changed: Mapping[str, Holders],
+        now: datetime,
+        log_key: str | None = None,
     ) -> Root:
         """Draft the root with other holders or another log key; it is valid once old and new holders have signed."""
         root = self.root()
@@ -317,7 +320,9 @@ class Repository:
         metadata = parse_metadata(data, Root, name)
         if metadata.signed.version != version:
             raise RollbackError(
-                name, expected=f"version {version}", got=f"version {metadata.signed.version}"
+                name,
+                expected=f"version {version}",
+                got=f"version {metadata.signed.version}",
             )
         # A new root needs the threshold of the old one too, or readers of the old one will not follow.
         delegators = [metadata.signed]
@@ -361,7 +366,10 @@ class Repository:
         return Targets(version, None, expiry(now, METADATA_LIFE), listing)
 
     def _write_snapshot(
-        self, present_roles: set[str], online_key: SigningKey, now: datetime
+        self,
+        present_roles: set[str],
+        online_key: SigningKey,
+        now: datetime,
     ) -> None:
         """Write the snapshot and then the timestamp, which makes these versions current."""
         version = 1

@@ -70,7 +70,10 @@ class _RepositoryCheck:
         for version in range(1, last_version + 1):
             # An earlier root may have expired, since only the newest one must be valid now.
             yield self._check_file(
-                f"{version}.root.json", Root, "root", report_expiry=version == last_version
+                f"{version}.root.json",
+                Root,
+                "root",
+                report_expiry=version == last_version,
             )
         yield self._check_file("timestamp.json", Timestamp, "timestamp")
         yield self._check_file("snapshot.json", Snapshot, "snapshot")
@@ -78,7 +81,12 @@ class _RepositoryCheck:
             yield self._check_file(f"{role}.json", Targets, role)
 
     def _check_file(
-        self, name: str, kind: type[T], role: str, *, report_expiry: bool = True
+        self,
+        name: str,
+        kind: type[T],
+        role: str,
+        *,
+        report_expiry: bool = True,
     ) -> MetadataStatus:
         expires = None
         try:

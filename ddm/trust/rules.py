@@ -189,7 +189,9 @@ def verify_metadata(
 
 
 def trusted_log_keys(
-    files: Mapping[str, bytes], pinned: bytes, known_roots: Mapping[int, bytes]
+    files: Mapping[str, bytes],
+    pinned: bytes,
+    known_roots: Mapping[int, bytes],
 ) -> tuple[str, ...]:
     """Follow the roots from the pinned one, and return the verifier keys that they name for the log, the newest last.
 
@@ -240,7 +242,9 @@ def _metadata_file(files: Mapping[str, bytes], name: str) -> bytes:
 
 
 def _verify_root_chain(
-    files: Mapping[str, bytes], pinned: bytes, known_roots: Mapping[int, bytes]
+    files: Mapping[str, bytes],
+    pinned: bytes,
+    known_roots: Mapping[int, bytes],
 ) -> tuple[Root, Mapping[int, bytes]]:
     """Follow the roots from the pinned one (5.3); return the newest one, and the bytes of each."""
     root = _verify_pinned_root(files, pinned)
@@ -292,7 +296,9 @@ def _verify_next_root(data: bytes, root: Root, version: int) -> Root:
     if metadata.signed.version != version:
         # An arbitrary version would let a root be skipped, and with it a revocation.
         raise RollbackError(
-            subject, expected=f"version {version}", got=f"version {metadata.signed.version}"
+            subject,
+            expected=f"version {version}",
+            got=f"version {metadata.signed.version}",
         )
     return metadata.signed
 
@@ -328,7 +334,10 @@ def _verify_targets(files: Mapping[str, bytes], root: Root, snapshot: Snapshot) 
 
 
 def _verify_targets_role(
-    files: Mapping[str, bytes], role: str, delegator: Root | Targets, snapshot: Snapshot
+    files: Mapping[str, bytes],
+    role: str,
+    delegator: Root | Targets,
+    snapshot: Snapshot,
 ) -> Targets:
     """Check the metadata of `targets` or of a role below it, as the snapshot lists it (5.6.2 to 5.6.4)."""
     subject = f"metadata/{role}.json"
@@ -348,13 +357,19 @@ def _verify_targets_role(
         # A silo or `release` that delegated could let a key sign that nobody enrolled.
         num_roles = len(metadata.signed.delegations.roles or {})
         raise RoleError(
-            subject, expected="no further delegations", got=f"delegations to {num_roles} roles"
+            subject,
+            expected="no further delegations",
+            got=f"delegations to {num_roles} roles",
         )
     return metadata.signed
 
 
 def _verify_delegated_role(
-    files: Mapping[str, bytes], role: str, targets: Targets, snapshot: Snapshot, root_digest: str
+    files: Mapping[str, bytes],
+    role: str,
+    targets: Targets,
+    snapshot: Snapshot,
+    root_digest: str,
 ) -> Targets:
     """Check the metadata of a role below `targets`, and that a silo signed for this federation."""
     signed = _verify_targets_role(files, role, targets, snapshot)
@@ -438,7 +453,9 @@ def _check_delegation(role: DelegatedRole, plan_id: str) -> None:
     if role.name not in (PLANS, RELEASE) and len(role.keyids) != 1:
         # With a second key somebody else could sign for the silo, with threshold 1 as well as the silo itself.
         raise RoleError(
-            subject, expected=f"one key for role {role.name}", got=f"{len(role.keyids)} keys"
+            subject,
+            expected=f"one key for role {role.name}",
+            got=f"{len(role.keyids)} keys",
         )
 
 
@@ -485,7 +502,9 @@ def _roles_to_verify(targets: Targets, snapshot: Snapshot, kind: FolderKind) -> 
 
 
 def _merge_listings(
-    delegated: Mapping[str, Targets], plan_id: str, kind: FolderKind
+    delegated: Mapping[str, Targets],
+    plan_id: str,
+    kind: FolderKind,
 ) -> Mapping[str, SignedFile]:
     """Merge the files that the roles list, each path from its owner only; require the documents of each role."""
     listing: dict[str, SignedFile] = {}
@@ -520,7 +539,9 @@ def _merge_listings(
 
 
 def _check_file_names(
-    files: Mapping[str, bytes], used_names: set[str], roots: Mapping[int, bytes]
+    files: Mapping[str, bytes],
+    used_names: set[str],
+    roots: Mapping[int, bytes],
 ) -> Mapping[int, bytes]:
     """Require that every metadata file in the folder was used; return the roots among them."""
     root_names = {f"{version}.root.json" for version in roots}

@@ -143,7 +143,10 @@ class _Targets(_Common):
 def _file_of(signed: type[Model]) -> type[Model]:
     signatures = Annotated[list[_Signature], Field(min_length=1, max_length=128)]
     return create_model(
-        f"{signed.__name__}File", __base__=Model, signatures=(signatures, ...), signed=(signed, ...)
+        f"{signed.__name__}File",
+        __base__=Model,
+        signatures=(signatures, ...),
+        signed=(signed, ...),
     )
 
 
@@ -156,7 +159,13 @@ _SIGNED: dict[str, type[Model]] = {
 _FILES = {kind: _file_of(signed) for kind, signed in _SIGNED.items()}
 
 
-def check_schema(value: Any, kind: str, subject: str, *, unsigned: bool = False) -> None:
+def check_schema(
+    value: Any,
+    kind: str,
+    subject: str,
+    *,
+    unsigned: bool = False,
+) -> None:
     """Refuse parsed JSON that is not exactly a metadata file of this kind.
 
     Args:
@@ -176,5 +185,7 @@ def check_schema(value: Any, kind: str, subject: str, *, unsigned: bool = False)
     except ValidationError as error:
         where, what = describe_error(model, error)
         raise DocumentError(
-            subject, expected=f"{kind} metadata", got=f"field {where}: {what}"
+            subject,
+            expected=f"{kind} metadata",
+            got=f"field {where}: {what}",
         ) from error

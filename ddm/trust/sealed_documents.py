@@ -68,7 +68,12 @@ def seal_leave_notice(notice: Leave, key: SigningKey) -> bytes:
 
 
 def open_leave_notice(
-    sealed: bytes, key: PublicKey, *, root_digest: str, plan_id: str, silo_id: str
+    sealed: bytes,
+    key: PublicKey,
+    *,
+    root_digest: str,
+    plan_id: str,
+    silo_id: str,
 ) -> Leave:
     """Return a silo's notice that it left a plan, after checking its signature and what it names.
 

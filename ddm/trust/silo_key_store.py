@@ -109,12 +109,18 @@ def _check_first_key(silo_id: str, key: str, consented: str | None) -> None:
     """Refuse the first key of a silo where the reader named another one."""
     if consented not in (None, key):
         raise _key_changed_error(
-            silo_id, str(consented), key, reason="as you accepted with --accept-key"
+            silo_id,
+            str(consented),
+            key,
+            reason="as you accepted with --accept-key",
         )
 
 
 def _judge_changed_key(
-    silo_id: str, stored_key: str, key: str, claims: SiloKeyClaims
+    silo_id: str,
+    stored_key: str,
+    key: str,
+    claims: SiloKeyClaims,
 ) -> tuple[str, bool]:
     """Accept a key in place of the one remembered; return a notice, and whether it is the silo's newest key.
 
@@ -132,12 +138,17 @@ def _judge_changed_key(
         return notice, False
     # The attack: the holders of `targets` sign for the silo with a key of their own.
     raise _key_changed_error(
-        silo_id, stored_key, key, reason="as remembered from a release that was verified before"
+        silo_id,
+        stored_key,
+        key,
+        reason="as remembered from a release that was verified before",
     )
 
 
 def _rotations_lead_to(
-    old_fingerprint: str, new_fingerprint: str, rotations: tuple[KeyRotation, ...]
+    old_fingerprint: str,
+    new_fingerprint: str,
+    rotations: tuple[KeyRotation, ...],
 ) -> bool:
     """Whether rotations lead from one key to the other; they are a chain (`ddm.trust.key_rotation`)."""
     # The chain may begin before the remembered key: rotations from then on count.
@@ -166,7 +177,12 @@ def _membership_notices(record: SiloKeyRecord, latest: tuple[str, ...]) -> list[
     return notices
 
 
-def _key_changed_error(silo_id: str, stored_key: str, key: str, reason: str) -> SignatureError:
+def _key_changed_error(
+    silo_id: str,
+    stored_key: str,
+    key: str,
+    reason: str,
+) -> SignatureError:
     return SignatureError(
         f"silo {silo_id}",
         expected=f"key {group_fingerprint(stored_key)}, {reason}",

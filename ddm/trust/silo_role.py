@@ -86,7 +86,13 @@ def check_role_federation(signed: Targets, root_digest: str, subject: str) -> No
 
 
 def verify_silo_metadata(
-    data: bytes, *, root_digest: str, plan_id: str, silo_id: str, key: PublicKey, now: datetime
+    data: bytes,
+    *,
+    root_digest: str,
+    plan_id: str,
+    silo_id: str,
+    key: PublicKey,
+    now: datetime,
 ) -> Mapping[str, tuple[int, str]]:
     """Check the signature over a submission.
 
@@ -111,13 +117,24 @@ def verify_silo_metadata(
         UnsafePathError: it lists a path that could leave its folder.
     """
     _, files = read_silo_metadata(
-        data, root_digest=root_digest, plan_id=plan_id, silo_id=silo_id, key=key, now=now
+        data,
+        root_digest=root_digest,
+        plan_id=plan_id,
+        silo_id=silo_id,
+        key=key,
+        now=now,
     )
     return files
 
 
 def read_silo_metadata(
-    data: bytes, *, root_digest: str, plan_id: str, silo_id: str, key: PublicKey, now: datetime
+    data: bytes,
+    *,
+    root_digest: str,
+    plan_id: str,
+    silo_id: str,
+    key: PublicKey,
+    now: datetime,
 ) -> tuple[int, Mapping[str, tuple[int, str]]]:
     """Check as `verify_silo_metadata` does, and also return the signed version."""
     role = silo_role(plan_id, silo_id)
@@ -134,7 +151,9 @@ def read_silo_metadata(
         # A role below this one could list files under a key that nobody enrolled.
         num_roles = len(signed.delegations.roles or {})
         raise RoleError(
-            subject, expected="no further delegations", got=f"delegations to {num_roles} roles"
+            subject,
+            expected="no further delegations",
+            got=f"delegations to {num_roles} roles",
         )
     files = {path: (file.length, file.hashes["sha256"]) for path, file in signed.targets.items()}
     _check_paths(files, plan_id, silo_id, subject)
@@ -150,7 +169,10 @@ def silo_delegation(plan_id: str, silo_id: str, key: PublicKey) -> tuple[Key, De
 
 
 def _check_paths(
-    files: Mapping[str, tuple[int, str]], plan_id: str, silo_id: str, subject: str
+    files: Mapping[str, tuple[int, str]],
+    plan_id: str,
+    silo_id: str,
+    subject: str,
 ) -> None:
     role = silo_role(plan_id, silo_id)
     for path in files:
@@ -171,5 +193,7 @@ def _check_paths(
             )
     if f"{plan_id}/silos/{silo_id}/submission.json" not in files:
         raise DocumentError(
-            subject, expected="submission.json among its files", got=f"{len(files)} other files"
+            subject,
+            expected="submission.json among its files",
+            got=f"{len(files)} other files",
         )

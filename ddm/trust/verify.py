@@ -404,7 +404,9 @@ def _check_files(
         # An extra file could pass for a signed one with people and programs that only look at the folder.
         if not name.startswith("metadata/") and name not in signed_files:
             raise UnlistedFileError(
-                name, expected="only signed files", got="a file that no role lists"
+                name,
+                expected="only signed files",
+                got="a file that no role lists",
             )
     for name in signed_files:
         if name not in entries:
@@ -419,7 +421,9 @@ def _check_files(
             # The length at least, so that a truncated file is found now.
             if entries[name].bytes != signed.bytes:
                 raise DigestError(
-                    name, expected=f"{signed.bytes} bytes", got=f"{entries[name].bytes} bytes"
+                    name,
+                    expected=f"{signed.bytes} bytes",
+                    got=f"{entries[name].bytes} bytes",
                 )
         else:
             check_digest(folder, name, signed.bytes, signed.digest)

@@ -245,7 +245,11 @@ def _train(
     return BaseExpert(path.parent, File.of(path.name, path))
 
 
-def _attack(audit: _Audit, name: str, weights: BaseExpert) -> Mapping[str, Tensor]:
+def _attack(
+    audit: _Audit,
+    name: str,
+    weights: BaseExpert,
+) -> Mapping[str, Tensor]:
     """Attack one expert, members first; the same noise for each expert."""
     expert = audit.expert
     num_attacked = 0
@@ -276,7 +280,10 @@ def _attack(audit: _Audit, name: str, weights: BaseExpert) -> Mapping[str, Tenso
 
 
 def _unit_scores(
-    expert: AuditedExpert, scores: Mapping[str, Tensor], member_U: Tensor, held_U: Tensor
+    expert: AuditedExpert,
+    scores: Mapping[str, Tensor],
+    member_U: Tensor,
+    held_U: Tensor,
 ) -> UnitScores:
     """Take the scores of some of the units of either side."""
     members = expert.members
@@ -301,7 +308,11 @@ def _samples(audit: _Audit) -> Iterator[Mapping[str, Tensor]]:
         yield audit.store.load_or_measure(f"samples-{start}", draw)
 
 
-def _draw_chunk(audit: _Audit, start: int, image_S: Tensor) -> Mapping[str, Tensor]:
+def _draw_chunk(
+    audit: _Audit,
+    start: int,
+    image_S: Tensor,
+) -> Mapping[str, Tensor]:
     expert = audit.expert
     plan = expert.plan
     condition_S = None

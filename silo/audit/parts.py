@@ -38,7 +38,9 @@ class MeasurementStore:
         return cls(folder)
 
     def load_or_measure(
-        self, name: str, measure: Callable[[], Mapping[str, Tensor]]
+        self,
+        name: str,
+        measure: Callable[[], Mapping[str, Tensor]],
     ) -> Mapping[str, Tensor]:
         """Return a measurement from its file; where there is none, take it and write it first."""
         path = self.folder / f"{name}.safetensors"

@@ -18,17 +18,28 @@ from silo.config import AuditPolicy
 _MAX_REASON = 400  # characters
 
 
-def inconclusive_report(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditReport | None:
+def inconclusive_report(
+    plan_id: str,
+    audit: Audit,
+    num_holdout_units: int,
+) -> AuditReport | None:
     """Return the report of a site that holds out too little for this plan; None where it can be audited."""
     reason = too_few_units(num_holdout_units, audit)
     if not reason:
         return None
     return AuditReport(
-        plan_id=plan_id, verdict="inconclusive", num_holdout_units=num_holdout_units, reason=reason
+        plan_id=plan_id,
+        verdict="inconclusive",
+        num_holdout_units=num_holdout_units,
+        reason=reason,
     )
 
 
-def interrupted_report(plan_id: str, num_holdout_units: int, error: Exception) -> AuditReport:
+def interrupted_report(
+    plan_id: str,
+    num_holdout_units: int,
+    error: Exception,
+) -> AuditReport:
     """Return the report of an audit that failed with an error, where that must not show outside."""
     # The error stays in this report: whether an audit breaks off may depend on the images.
     reason = f"the audit broke off: {error or type(error).__name__}"
@@ -42,7 +53,11 @@ def interrupted_report(plan_id: str, num_holdout_units: int, error: Exception) -
     )
 
 
-def inconclusive_audit(expert_id: str, num_holdout_units: int, audit: Audit) -> ExpertAudit:
+def inconclusive_audit(
+    expert_id: str,
+    num_holdout_units: int,
+    audit: Audit,
+) -> ExpertAudit:
     """Return the audit of one expert with too few units on either side."""
     reason = too_few_units(num_holdout_units, audit)
     if not reason:
@@ -56,7 +71,9 @@ def inconclusive_audit(expert_id: str, num_holdout_units: int, audit: Audit) -> 
 
 
 def join_reports(
-    plan_id: str, num_holdout_units: int, experts: tuple[ExpertAudit, ...]
+    plan_id: str,
+    num_holdout_units: int,
+    experts: tuple[ExpertAudit, ...],
 ) -> AuditReport:
     """Join the audits of all experts: the worst verdict decides, which is `fail`, then `inconclusive`."""
     worst_first: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
@@ -74,7 +91,10 @@ def join_reports(
 
 
 def expert_audit(
-    expert_id: str, findings: Findings, limits: Audit, num_samples: int
+    expert_id: str,
+    findings: Findings,
+    limits: Audit,
+    num_samples: int,
 ) -> ExpertAudit:
     """Judge one expert, and return the verdict with the figures."""
     verdict, reason = judge(findings, limits)
@@ -103,7 +123,11 @@ def _figure(name: str, estimate: Estimate) -> Figure:
 
 
 def gate(
-    report: AuditReport, policy: AuditPolicy, *, plan_digest: str, now: datetime
+    report: AuditReport,
+    policy: AuditPolicy,
+    *,
+    plan_digest: str,
+    now: datetime,
 ) -> AuditVerdict:
     """Return the verdict under which the experts may leave: the audit's, or the site's waiver if it is inconclusive.
 
@@ -124,13 +148,20 @@ def gate(
     waiver = policy.waiver
     if waiver is None:
         raise AuditError(
-            "leak audit", expected="pass, or a waiver for this plan", got=report.reason
+            "leak audit",
+            expected="pass, or a waiver for this plan",
+            got=report.reason,
         )
     check_waiver(waiver, plan_digest=plan_digest, now=now)
     return AuditVerdict(verdict="waived", digest=report.digest, waiver=waiver)
 
 
-def check_waiver(waiver: Waiver, *, plan_digest: str, now: datetime) -> None:
+def check_waiver(
+    waiver: Waiver,
+    *,
+    plan_digest: str,
+    now: datetime,
+) -> None:
     """Refuse a waiver of another plan, or one that has expired.
 
     Raises:
@@ -143,5 +174,7 @@ def check_waiver(waiver: Waiver, *, plan_digest: str, now: datetime) -> None:
     if waiver.expires_at <= now:
         got = f"one that expired {waiver.expires_at.isoformat()}"
         raise AuditError(
-            "audit.waiver.expires_at", expected="a waiver that is still valid", got=got
+            "audit.waiver.expires_at",
+            expected="a waiver that is still valid",
+            got=got,
         )

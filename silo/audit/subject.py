@@ -178,7 +178,12 @@ class AuditedExpert:
                 return self.inputs.text_NLD
 
     def planned(
-        self, base: BaseExpert | None, num_steps: int, *, overfits: bool, draw: int = 0
+        self,
+        base: BaseExpert | None,
+        num_steps: int,
+        *,
+        overfits: bool,
+        draw: int = 0,
     ) -> PlannedExpert:
         """Return a training of a few steps; one that overfits follows the last steps instead of their average.
 
@@ -233,7 +238,12 @@ class AuditedExpert:
         path = path_named(objective.path)
         return AttackedExpert(network.to(device), path, objective.prediction, device)
 
-    def _draw_units(self, image_N: Tensor, num_units: int, seed: int) -> AttackedUnits:
+    def _draw_units(
+        self,
+        image_N: Tensor,
+        num_units: int,
+        seed: int,
+    ) -> AttackedUnits:
         """Draw units, and at most `effort.images_per_unit` images of each."""
         # Shuffled first, so that the images of a unit that are tested are a random choice of them.
         random = np.random.default_rng(seed)

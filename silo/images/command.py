@@ -101,7 +101,10 @@ def image_source(
     else:
         remedy = "Name them with --data PATH, or name the SITE."
         raise SetupError(
-            "images", expected="--data or a SITE", got="no images named", remedy=remedy
+            "images",
+            expected="--data or a SITE",
+            got="no images named",
+            remedy=remedy,
         )
     settings = given_settings or {}
     changes = {name: value for name, value in settings.items() if value is not None}
@@ -116,7 +119,11 @@ def image_source(
     return replace(source, settings=changed)
 
 
-def review_command_of(site: Path | None, data: Path | None, private: Path | None) -> str:
+def review_command_of(
+    site: Path | None,
+    data: Path | None,
+    private: Path | None,
+) -> str:
     """Return the command that shows the images of the same options as a person types it."""
     words = ["silo", "review"]
     if site is not None:

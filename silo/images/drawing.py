@@ -44,7 +44,11 @@ def drawn(picture: Picture, *, window: bool) -> bytes:
     return encoded.getvalue()
 
 
-def _bounds(picture: Picture, values: NDArray[np.generic], window: bool) -> tuple[float, float]:
+def _bounds(
+    picture: Picture,
+    values: NDArray[np.generic],
+    window: bool,
+) -> tuple[float, float]:
     """Return the values that are drawn black and white."""
     if window and picture.window is not None:
         return picture.window
@@ -61,7 +65,11 @@ def _bounds(picture: Picture, values: NDArray[np.generic], window: bool) -> tupl
     return low, high
 
 
-def _tones(image_CHW: NDArray[np.generic], low: float, high: float) -> NDArray[np.uint8]:
+def _tones(
+    image_CHW: NDArray[np.generic],
+    low: float,
+    high: float,
+) -> NDArray[np.uint8]:
     """Return an image as greys (H, W) or colours (H, W, 3) of eight bits."""
     # An image of one value has no width between black and white.
     width = max(high - low, 1e-30)
@@ -76,7 +84,10 @@ def _tones(image_CHW: NDArray[np.generic], low: float, high: float) -> NDArray[n
 
 
 def _drawn_volume(
-    values_CDHW: NDArray[np.generic], spacing: tuple[float, ...], low: float, high: float
+    values_CDHW: NDArray[np.generic],
+    spacing: tuple[float, ...],
+    low: float,
+    high: float,
 ) -> Image.Image:
     planes = [*_middle_planes(values_CDHW), *_brightest_planes(values_CDHW)]
     depth_mm, height_mm, width_mm = spacing
@@ -118,7 +129,11 @@ def _brightest_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.gener
     return [axial, coronal, sagittal]
 
 
-def _fitted(tones: NDArray[np.uint8], spacing: tuple[float, float], side: int) -> Image.Image:
+def _fitted(
+    tones: NDArray[np.uint8],
+    spacing: tuple[float, float],
+    side: int,
+) -> Image.Image:
     """Return a plane in its true proportions, its longer side of this length."""
     num_rows, num_columns = tones.shape[:2]
     row_mm, column_mm = spacing

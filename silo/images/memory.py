@@ -80,7 +80,13 @@ class ScanMemory:
         key: secret of pseudonyms and fingerprints, made with the folder.
     """
 
-    def __init__(self, folder: Path, key: bytes, database: sqlite3.Connection, recipe: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: bytes,
+        database: sqlite3.Connection,
+        recipe: str,
+    ) -> None:
         self.folder = folder
         self.key = key
         self._database = database
@@ -222,7 +228,12 @@ class ScanMemory:
         cursor = self._database.execute(query, (path, self._scan))
         return int(cursor.lastrowid or 0)
 
-    def add(self, number: int, place: int, records: Iterable[PictureRecord]) -> None:
+    def add(
+        self,
+        number: int,
+        place: int,
+        records: Iterable[PictureRecord],
+    ) -> None:
         """Write pictures of a file, the first of them at this place."""
         rows = []
         for record_place, record in enumerate(records, place):
@@ -230,7 +241,12 @@ class ScanMemory:
         self._database.executemany("insert into pictures values (?, ?, ?)", rows)
 
     def finish(
-        self, number: int, file: ImageFile, digest: str, reason: Reason | None, detail: str
+        self,
+        number: int,
+        file: ImageFile,
+        digest: str,
+        reason: Reason | None,
+        detail: str,
     ) -> None:
         """Note that all pictures of a file are written."""
         values = (self._stats(file), digest, self._recipe, reason, detail, number)
@@ -279,7 +295,12 @@ class PendingFile:
         if len(self._records) >= _MAX_PENDING_PICTURES:
             self._write()
 
-    def finish(self, digest: str, reason: Reason | None, detail: str) -> None:
+    def finish(
+        self,
+        digest: str,
+        reason: Reason | None,
+        detail: str,
+    ) -> None:
         """Write the rest; from now on they are what is known of the file."""
         number = self._write()
         self._memory.finish(number, self._file, digest, reason, detail)

@@ -58,7 +58,9 @@ def read_preview_plan(path: Path) -> PreviewPlan:
         raise settings_error(path, error) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise SetupError(
-            str(path), expected="TOML, or JSON in a file named .json", got=str(error)[:200]
+            str(path),
+            expected="TOML, or JSON in a file named .json",
+            got=str(error)[:200],
         ) from error
     needed_samples = plan.transform.misfit(plan.data)
     if needed_samples:
@@ -146,7 +148,12 @@ class PreviewSheet:
         SetupError: see `read_preview_plan`.
     """
 
-    def __init__(self, plan: Path, out: Path, source: ImageSource) -> None:
+    def __init__(
+        self,
+        plan: Path,
+        out: Path,
+        source: ImageSource,
+    ) -> None:
         self._plan = read_preview_plan(plan)
         self._out = out
         self._source = source

@@ -13,7 +13,13 @@ from silo.images.summary import Summary, counted
 _MAX_ROWS = 12
 
 
-def report(summary: Summary, folder: Path, *, of_site: bool, review_command: str) -> str:
+def report(
+    summary: Summary,
+    folder: Path,
+    *,
+    of_site: bool,
+    review_command: str,
+) -> str:
     """Return the lines of a report.
 
     Args:

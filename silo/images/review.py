@@ -60,7 +60,10 @@ class Review:
 
     @classmethod
     def of(
-        cls, memory: ScanMemory, decisions: Decisions, sheet: Sequence[SheetPicture] = ()
+        cls,
+        memory: ScanMemory,
+        decisions: Decisions,
+        sheet: Sequence[SheetPicture] = (),
     ) -> "Review":
         """Take the pictures that the last scan remembered.
 
@@ -139,14 +142,20 @@ class Review:
                 remedy = f"Take a number from 1 to {len(sheet)}."
             remedy += " If the name of a file is a number, write its whole path."
             raise MissingFileError(
-                subject, expected="a picture with this number", got=got, remedy=remedy
+                subject,
+                expected="a picture with this number",
+                got=got,
+                remedy=remedy,
             )
         picture = sheet[number - 1]
         if (picture.path, picture.place) not in self._numbers:
             remedy = "Draw the sheet again: silo scan --preview FILE.png --plan FILE."
             got = "a picture that has changed or no longer exists"
             raise MissingFileError(
-                subject, expected="the picture that was drawn", got=got, remedy=remedy
+                subject,
+                expected="the picture that was drawn",
+                got=got,
+                remedy=remedy,
             )
         return self._numbers[picture.path, picture.place]
 

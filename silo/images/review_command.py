@@ -50,7 +50,10 @@ def review_images(
     if not (folder / DATABASE).is_file():
         remedy = "Scan first: silo scan, with the same SITE, --data and --private."
         raise MissingFileError(
-            str(folder), expected="the result of a scan", got="no scan", remedy=remedy
+            str(folder),
+            expected="the result of a scan",
+            got="no scan",
+            remedy=remedy,
         )
     with Decisions.opened(folder) as decisions:
         # Closed before the page is served: it holds the lock of scans, and a person may look at images for hours.
@@ -87,7 +90,11 @@ def review_images(
 
 
 @contextmanager
-def _logged(log: DecisionLog | None, review: Review, decisions: Decisions) -> Iterator[None]:
+def _logged(
+    log: DecisionLog | None,
+    review: Review,
+    decisions: Decisions,
+) -> Iterator[None]:
     """Write decisions into the site's log, also those of an earlier run that are missing there, even after an error."""
 
     def note() -> None:
@@ -109,7 +116,11 @@ def _logged(log: DecisionLog | None, review: Review, decisions: Decisions) -> It
         note()
 
 
-def _serve(review: Review, source: ImageSource, key: bytes) -> None:
+def _serve(
+    review: Review,
+    source: ImageSource,
+    key: bytes,
+) -> None:
     from silo.images.server import serve_review
     from silo.images.viewer import Viewer
 

@@ -44,7 +44,12 @@ class ScannedImages:
     Files are looked up one by one, so that memory does not grow with their number.
     """
 
-    def __init__(self, source: ImageSource, memory: ScanMemory, decisions: Decisions) -> None:
+    def __init__(
+        self,
+        source: ImageSource,
+        memory: ScanMemory,
+        decisions: Decisions,
+    ) -> None:
         self.source = source
         self.data = source.find()
         self.num_read = 0  # files whose content was read in the first pass
@@ -70,7 +75,10 @@ class ScannedImages:
             yield ScannedImages(source, memory, decisions)
 
     def update(
-        self, advance: Callable[[int], None] = lambda num_files: None, *, retry: bool
+        self,
+        advance: Callable[[int], None] = lambda num_files: None,
+        *,
+        retry: bool,
     ) -> None:
         """Decode what is new or changed.
 
@@ -155,7 +163,10 @@ class ScannedImages:
                 yield image
             if remembered.reason is not None:
                 yield ScannedImage(
-                    file.path, file.row, reason=remembered.reason, detail=remembered.detail
+                    file.path,
+                    file.row,
+                    reason=remembered.reason,
+                    detail=remembered.detail,
                 )
 
     def digest(self, columns: Collection[ColumnOfPicture]) -> str:
@@ -283,7 +294,12 @@ class ScannedImages:
         for place, record in enumerate(self._memory.pictures(remembered.number)):
             yield self._judged(file, place, record)
 
-    def _judged(self, file: ImageFile, place: int, record: PictureRecord) -> ScannedImage:
+    def _judged(
+        self,
+        file: ImageFile,
+        place: int,
+        record: PictureRecord,
+    ) -> ScannedImage:
         """Return a picture with the reason why it is not accepted, if there is one."""
         record = self._decisions.flagged(record)
         split = record.split
@@ -372,7 +388,12 @@ class QuarantineFile:
         self._rows = csv.writer(self._text)
         self._rows.writerow(("path", "image", "reason", "detail"))
 
-    def add(self, image: ScannedImage, reason: str, detail: str) -> None:
+    def add(
+        self,
+        image: ScannedImage,
+        reason: str,
+        detail: str,
+    ) -> None:
         """Add a picture, or a file that gives none."""
         # None is written as an empty cell.
         self._rows.writerow((quote_cell(image.path), image.place, reason, quote_cell(detail)))

@@ -48,7 +48,11 @@ class DecisionRequest(Model):
     together: bool = False
 
 
-def serve_review(review: Review, viewer: Viewer, on_listening: Callable[[str], None]) -> None:
+def serve_review(
+    review: Review,
+    viewer: Viewer,
+    on_listening: Callable[[str], None],
+) -> None:
     """Serve the page until a person is done.
 
     Args:
@@ -63,7 +67,9 @@ def serve_review(review: Review, viewer: Viewer, on_listening: Callable[[str], N
 
 
 def _routes(
-    review: Review, viewer: Viewer, end: Callable[[], None]
+    review: Review,
+    viewer: Viewer,
+    end: Callable[[], None],
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
     async def state(request: Request) -> Response:
         query = request.query_params
@@ -126,7 +132,11 @@ def _number(text: str) -> int:
 
 
 def _page_state(
-    review: Review, viewer: Viewer, shown: str, flag: str, start: int
+    review: Review,
+    viewer: Viewer,
+    shown: str,
+    flag: str,
+    start: int,
 ) -> dict[str, Any]:
     """Return the content of the page; have it drawn, and then that of the next page."""
     listed = review.listed(shown, flag)
@@ -151,7 +161,11 @@ def _page_state(
     }
 
 
-def _picture_state(review: Review, number: int, view: View) -> dict[str, Any]:
+def _picture_state(
+    review: Review,
+    number: int,
+    view: View,
+) -> dict[str, Any]:
     picture = review.pictures[number]
     folder, name = os.path.split(picture.path)
     return {

@@ -74,5 +74,8 @@ def read_index(folder: Path) -> list[SheetPicture]:
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         remedy = "Delete it, and draw the sheet again: silo scan --preview."
         raise SetupError(
-            str(path), expected="numbers and files", got="a damaged file", remedy=remedy
+            str(path),
+            expected="numbers and files",
+            got="a damaged file",
+            remedy=remedy,
         ) from error

@@ -119,7 +119,10 @@ class Summary:
             self._accept(image, image.record, patient)
 
     def _accept(
-        self, image: ScannedImage, record: PictureRecord, patient: tuple[str, str] | None
+        self,
+        image: ScannedImage,
+        record: PictureRecord,
+        patient: tuple[str, str] | None,
     ) -> None:
         self.accepted += 1
         self.kinds[record.kind] += 1
@@ -237,12 +240,18 @@ class Summary:
             subject = f"{dtype} values"
             if type_range is not None:
                 remarks += range_remarks(
-                    intensities.range.use(), type_range, ValueKind.WHOLE, subject=subject
+                    intensities.range.use(),
+                    type_range,
+                    ValueKind.WHOLE,
+                    subject=subject,
                 )
             elif dtype == "float32" and self.kinds.keys() <= _ARRAY_KINDS:
                 use = intensities.range.use()
                 remarks += range_remarks(
-                    use, self.declared_range, ValueKind.FLOATS, subject=subject
+                    use,
+                    self.declared_range,
+                    ValueKind.FLOATS,
+                    subject=subject,
                 )
         return remarks
 

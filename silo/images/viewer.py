@@ -44,7 +44,12 @@ class Viewer:
         key: of the data set's scans.
     """
 
-    def __init__(self, limits: DecodeLimits, num_processes: int, key: bytes) -> None:
+    def __init__(
+        self,
+        limits: DecodeLimits,
+        num_processes: int,
+        key: bytes,
+    ) -> None:
         self._options = DecoderOptions(limits, key, num_processes, with_values=True)
         self._requested = deque[ReviewPicture]()
         self._views = OrderedDict[_Location, View]()  # the oldest first
@@ -94,7 +99,9 @@ class Viewer:
         next_places: dict[str, int] = {}
         try:
             for answer in decode_files(
-                self._jobs(in_work), self._options, is_cancelled=lambda: self._is_ended
+                self._jobs(in_work),
+                self._options,
+                is_cancelled=lambda: self._is_ended,
             ):
                 path = answer.job.path
                 if isinstance(answer, DecodedImage):

@@ -128,7 +128,12 @@ def sent_chains(outbox: Path) -> tuple[tuple[str, ...], ...]:
     return tuple(chains)
 
 
-def _refuse(witness: str, num: int, last: str, digests: Sequence[str]) -> None:
+def _refuse(
+    witness: str,
+    num: int,
+    last: str,
+    digests: Sequence[str],
+) -> None:
     got = f"{len(digests)} records"
     # A ledger that is long enough is a fork: it has another record in this place.
     if 0 < num <= len(digests):
@@ -157,5 +162,8 @@ def unwritable(path: Path, error: OSError) -> LedgerError:
     remedy = "Mount its disk, and let the worker's user write in the folder."
     got = error.strerror or type(error).__name__
     return LedgerError(
-        "ledger anchor", expected=f"{path}, in a folder to write in", got=got, remedy=remedy
+        "ledger anchor",
+        expected=f"{path}, in a folder to write in",
+        got=got,
+        remedy=remedy,
     )

@@ -63,7 +63,11 @@ class PaidTraining:
 
 
 def pay_for_training(
-    plan: Plan, plan_digest: str, dataset_digest: str, num_units: int, ledger: Ledger
+    plan: Plan,
+    plan_digest: str,
+    dataset_digest: str,
+    num_units: int,
+    ledger: Ledger,
 ) -> PaidTraining:
     """Debit all that a plan draws that trains privately, before the first step; a second call finds the first debit.
 
@@ -73,13 +77,21 @@ def pay_for_training(
     """
     mechanisms = paid_mechanisms(plan, num_units)
     debit = ledger.spend(
-        plan.plan_id, plan_digest, dataset_digest, plan.statistics.unit, mechanisms
+        plan.plan_id,
+        plan_digest,
+        dataset_digest,
+        plan.statistics.unit,
+        mechanisms,
     )
     return PaidTraining(ledger, debit)
 
 
 def stated_privacy(
-    plan: Plan, ledger: Ledger, plan_digest: str, dataset_digest: str, num_units: int
+    plan: Plan,
+    ledger: Ledger,
+    plan_digest: str,
+    dataset_digest: str,
+    num_units: int,
 ) -> NoWeightPrivacy | DpSgdPrivacy:
     """Return what a submission says of its experts' weights, from the debit that paid for training on these data.
 

@@ -86,7 +86,14 @@ class Ledger:
 
     genesis = _GENESIS
 
-    def __init__(self, path: Path, *, budget: Budget, unit: Unit, guard: Guard = Guard()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        budget: Budget,
+        unit: Unit,
+        guard: Guard = Guard(),
+    ) -> None:
         self.path = path
         self.budget = budget
         self.unit = unit
@@ -145,7 +152,10 @@ class Ledger:
             return self._append(debit)
 
     def check_affordable(
-        self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[PaidKind, Mechanism]
+        self,
+        plan_digest: str,
+        dataset_digest: str,
+        mechanisms: Mapping[PaidKind, Mechanism],
     ) -> None:
         """Refuse a plan that would go over the budget, long before it is debited.
 

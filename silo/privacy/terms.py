@@ -44,7 +44,9 @@ def _is_same_mechanism(first: Mechanism, second: Mechanism) -> bool:
     if isinstance(first, DpSgdMechanism) and isinstance(second, DpSgdMechanism):
         # The rate follows from whole numbers by one division, so that it is the same on every machine.
         is_same_noise = math.isclose(
-            first.noise_multiplier, second.noise_multiplier, rel_tol=_NOISE_TOLERANCE
+            first.noise_multiplier,
+            second.noise_multiplier,
+            rel_tol=_NOISE_TOLERANCE,
         )
         return is_same_noise and first.rate == second.rate and first.steps == second.steps
     return first == second

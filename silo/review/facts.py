@@ -174,7 +174,12 @@ def _outgoing_files(site: Site, draft: Submission) -> Iterator[OutgoingFile]:
         yield _tensor_file(folder, statistic.file, f"statistic {statistic.kind}", cost)
 
 
-def _tensor_file(folder: Path, file: File, description: str, privacy: str) -> OutgoingFile:
+def _tensor_file(
+    folder: Path,
+    file: File,
+    description: str,
+    privacy: str,
+) -> OutgoingFile:
     """Describe a file that the draft lists, whose bytes must be those that it lists.
 
     Raises:

@@ -117,7 +117,11 @@ class ExpertSheets:
             self._update(expert.expert_id, pictures=pictures)
 
     def _update(
-        self, expert_id: str, *, pictures: tuple[str, ...] | None = None, problem: str = ""
+        self,
+        expert_id: str,
+        *,
+        pictures: tuple[str, ...] | None = None,
+        problem: str = "",
     ) -> None:
         """Replace a sheet as a whole, since the page reads it from another thread."""
         sheet = self._sheets[expert_id]
@@ -145,7 +149,9 @@ def _condition_words(facts: ReviewFacts) -> str:
 
 
 def _load_drawer(
-    site: Site, facts: ReviewFacts, expert: SubmittedExpert
+    site: Site,
+    facts: ReviewFacts,
+    expert: SubmittedExpert,
 ) -> Callable[[int, int], tuple[str, ...]]:
     """Load an expert; return what draws so many of its samples from a number on."""
     plan = facts.plan

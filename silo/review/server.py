@@ -44,7 +44,10 @@ class ApprovalRequest(Model):
 
 
 def serve_approval(
-    site: Site, facts: ReviewFacts, sheets: ExpertSheets, on_listening: Callable[[str], None]
+    site: Site,
+    facts: ReviewFacts,
+    sheets: ExpertSheets,
+    on_listening: Callable[[str], None],
 ) -> None:
     """Serve the page until a person is done.
 
@@ -61,7 +64,10 @@ def serve_approval(
 
 
 def _handlers(
-    site: Site, facts: ReviewFacts, sheets: ExpertSheets, end: Callable[[], None]
+    site: Site,
+    facts: ReviewFacts,
+    sheets: ExpertSheets,
+    end: Callable[[], None],
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
     # Made once. What a person reads does not change until the page ends, whatever happens to the files meanwhile.
     page = render(
@@ -120,7 +126,9 @@ def _handlers(
 
 
 async def _decide(
-    request: Request, facts: ReviewFacts, decide: Callable[[str], object]
+    request: Request,
+    facts: ReviewFacts,
+    decide: Callable[[str], object],
 ) -> Response:
     """Decide about the draft that this page shows, and about no other."""
     try:

@@ -66,7 +66,9 @@ class Checkpoint:
         root = decode_base64(lines[2], subject)
         if len(root) != HASH_BYTES:
             raise DocumentError(
-                subject, expected=f"a root hash of {HASH_BYTES} bytes", got=f"{len(root)} bytes"
+                subject,
+                expected=f"a root hash of {HASH_BYTES} bytes",
+                got=f"{len(root)} bytes",
             )
         return cls(lines[0], size, root)
 
@@ -166,7 +168,10 @@ def check_cosignature(signed: SignedCheckpoint, witness: VerifierKey, subject: s
 
 
 def _verify_cosignature(
-    cosignature: NoteSignature, text: str, witness: VerifierKey, subject: str
+    cosignature: NoteSignature,
+    text: str,
+    witness: VerifierKey,
+    subject: str,
 ) -> int:
     """Verify one cosignature, which is the time in eight bytes and a signature over time and text."""
     time = int.from_bytes(cosignature.signature[:_TIME_BYTES], "big")
@@ -184,7 +189,12 @@ def _verify_cosignature(
     return time
 
 
-def cosign(signed: SignedCheckpoint, name: str, key: SigningKey, time: int) -> SignedCheckpoint:
+def cosign(
+    signed: SignedCheckpoint,
+    name: str,
+    key: SigningKey,
+    time: int,
+) -> SignedCheckpoint:
     """Add the cosignature of a witness, who has checked that the log only grew since the last one."""
     witness = VerifierKey(name, key.public, COSIGNATURE)
     # The time is signed too, so that an old cosignature does not pass for a recent one.

@@ -86,7 +86,10 @@ class CheckpointStore:
             raise
 
     def keep_evidence(
-        self, error: SplitViewError, seen: SignedCheckpoint, shown: SignedCheckpoint
+        self,
+        error: SplitViewError,
+        seen: SignedCheckpoint,
+        shown: SignedCheckpoint,
     ) -> None:
         """Write both signed checkpoints into a folder of their own, and name the folder in the error's remedy.
 

@@ -127,7 +127,9 @@ def parse_entry(data: bytes, subject: str) -> LogEntry:
     # The leaf is a hash of these bytes: with two encodings of one entry, two logs of the same content would differ.
     if encode_entry(entry) != data:
         raise DocumentError(
-            subject, expected="canonical bytes", got="another encoding of the same entry"
+            subject,
+            expected="canonical bytes",
+            got="another encoding of the same entry",
         )
     return entry
 

@@ -57,7 +57,9 @@ def inclusion_proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
     """
     if not 0 <= index < len(leaves):
         raise MathError(
-            "index of an inclusion proof", expected=f"0 to {len(leaves) - 1}", got=str(index)
+            "index of an inclusion proof",
+            expected=f"0 to {len(leaves) - 1}",
+            got=str(index),
         )
     proof = []
     for level in _tree_levels(leaves)[:-1]:
@@ -80,7 +82,9 @@ def consistency_proof(leaves: Sequence[bytes], old_size: int) -> list[bytes]:
     """
     if not 1 <= old_size <= len(leaves):
         raise MathError(
-            "old size of a consistency proof", expected=f"1 to {len(leaves)}", got=str(old_size)
+            "old size of a consistency proof",
+            expected=f"1 to {len(leaves)}",
+            got=str(old_size),
         )
     # SUBPROOF(m, D[n], b) of the RFC as a loop: D is leaves[start:end], m the old leaves in it, b is `starts_at_zero`.
     proof: list[bytes] = []
@@ -108,7 +112,12 @@ def consistency_proof(leaves: Sequence[bytes], old_size: int) -> list[bytes]:
 
 
 def check_inclusion(
-    leaf: bytes, index: int, size: int, root: bytes, proof: Sequence[bytes], subject: str
+    leaf: bytes,
+    index: int,
+    size: int,
+    root: bytes,
+    proof: Sequence[bytes],
+    subject: str,
 ) -> None:
     """Check an inclusion proof.
 
@@ -131,7 +140,9 @@ def check_inclusion(
         raise FormatError(subject, expected=f"an index below the size {size}", got=f"index {index}")
     _check_hashes(proof, subject)
     wrong_length = FormatError(
-        subject, expected=f"a proof for a tree of {size} entries", got=f"{len(proof)} hashes"
+        subject,
+        expected=f"a proof for a tree of {size} entries",
+        got=f"{len(proof)} hashes",
     )
     last_index = size - 1
     node = leaf
@@ -157,7 +168,12 @@ def check_inclusion(
 
 
 def check_consistency(
-    old_size: int, old_root: bytes, size: int, root: bytes, proof: Sequence[bytes], subject: str
+    old_size: int,
+    old_root: bytes,
+    size: int,
+    root: bytes,
+    proof: Sequence[bytes],
+    subject: str,
 ) -> None:
     """Check that a tree is the beginning of another one.
 
@@ -182,7 +198,9 @@ def check_consistency(
     if old_size == size:
         if proof:
             raise FormatError(
-                subject, expected="no hashes between trees of one size", got=f"{len(proof)} hashes"
+                subject,
+                expected="no hashes between trees of one size",
+                got=f"{len(proof)} hashes",
             )
         _check_root(old_root, root, size, subject)
         return
@@ -259,7 +277,12 @@ def _check_hashes(proof: Sequence[bytes], subject: str) -> None:
         )
 
 
-def _check_root(computed: bytes, root: bytes, size: int, subject: str) -> None:
+def _check_root(
+    computed: bytes,
+    root: bytes,
+    size: int,
+    subject: str,
+) -> None:
     if computed != root:
         raise TrustError(
             subject,

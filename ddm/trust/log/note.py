@@ -80,7 +80,9 @@ class VerifierKey:
         # Four bytes are no protection; they show a key that was copied wrongly.
         if key.key_id.hex() != key_hash:
             raise DocumentError(
-                "verifier key", expected=f"the hash of this key, {key.key_id.hex()}", got=key_hash
+                "verifier key",
+                expected=f"the hash of this key, {key.key_id.hex()}",
+                got=key_hash,
             )
         return key
 
@@ -195,11 +197,15 @@ def decode_base64(text: str, subject: str) -> bytes:
         data = b64decode(text.encode("ascii"), validate=True)
     except (Base64Error, ValueError) as error:
         raise DocumentError(
-            subject, expected="base64", got=f"{len(text)} characters that are not"
+            subject,
+            expected="base64",
+            got=f"{len(text)} characters that are not",
         ) from error
     if b64encode(data).decode("ascii") != text:
         raise DocumentError(
-            subject, expected="canonical base64", got="another encoding of the same bytes"
+            subject,
+            expected="canonical base64",
+            got="another encoding of the same bytes",
         )
     return data
 
@@ -207,18 +213,24 @@ def decode_base64(text: str, subject: str) -> bytes:
 def _decode(data: bytes, subject: str) -> str:
     if len(data) > MAX_NOTE_BYTES:
         raise DocumentError(
-            subject, expected=f"at most {MAX_NOTE_BYTES} bytes", got=f"{len(data)} bytes"
+            subject,
+            expected=f"at most {MAX_NOTE_BYTES} bytes",
+            got=f"{len(data)} bytes",
         )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DocumentError(
-            subject, expected="UTF-8 text", got=f"an invalid byte at {error.start}"
+            subject,
+            expected="UTF-8 text",
+            got=f"an invalid byte at {error.start}",
         ) from error
     # Stricter than the specification, and so that Python's other line ends cannot hide in a line.
     if not all(line.isprintable() for line in text.split("\n")):
         raise DocumentError(
-            subject, expected="printable text and newlines", got="a control character"
+            subject,
+            expected="printable text and newlines",
+            got="a control character",
         )
     return text
 
@@ -228,14 +240,18 @@ def _parse_signature(line: str, subject: str) -> NoteSignature:
     parts = line.split(" ")
     if len(parts) != 3 or parts[0] != _DASH:
         raise DocumentError(
-            subject, expected="a dash, a name and base64", got=f"{len(parts)} words"
+            subject,
+            expected="a dash, a name and base64",
+            got=f"{len(parts)} words",
         )
     _, name, encoded = parts
     _check_name(name, subject)
     data = decode_base64(encoded, subject)
     if len(data) <= _ID_BYTES:
         raise DocumentError(
-            subject, expected=f"more than {_ID_BYTES} bytes", got=f"{len(data)} bytes"
+            subject,
+            expected=f"more than {_ID_BYTES} bytes",
+            got=f"{len(data)} bytes",
         )
     return NoteSignature(name, data[:_ID_BYTES], data[_ID_BYTES:])
 

@@ -54,7 +54,9 @@ class InclusionProof:
         """
         if len(data) > MAX_PROOF_BYTES:
             raise DocumentError(
-                subject, expected=f"at most {MAX_PROOF_BYTES} bytes", got=f"{len(data)} bytes"
+                subject,
+                expected=f"at most {MAX_PROOF_BYTES} bytes",
+                got=f"{len(data)} bytes",
             )
         # The first empty line ends the proof; the checkpoint after it has an empty line of its own.
         head, separator, checkpoint = data.partition(b"\n\n")
@@ -91,7 +93,12 @@ class InclusionProof:
         # The signature first: size and root hash mean something only once the log has signed them.
         signed = open_checkpoint(self.checkpoint, keys, f"{subject}, checkpoint")
         check_inclusion(
-            leaf_hash(entry), self.index, signed.size, signed.root, self.hashes, subject
+            leaf_hash(entry),
+            self.index,
+            signed.size,
+            signed.root,
+            self.hashes,
+            subject,
         )
         return signed
 
@@ -163,6 +170,8 @@ def _parse_hash(text: str, subject: str) -> bytes:
     digest = decode_base64(text, subject)
     if len(digest) != HASH_BYTES:
         raise DocumentError(
-            subject, expected=f"hashes of {HASH_BYTES} bytes", got=f"{len(digest)} bytes"
+            subject,
+            expected=f"hashes of {HASH_BYTES} bytes",
+            got=f"{len(digest)} bytes",
         )
     return digest

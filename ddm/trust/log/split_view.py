@@ -43,7 +43,9 @@ def check_same_history(seen: ProvenCheckpoint, shown: ProvenCheckpoint, subject:
     new = later.signed
     if old.checkpoint.origin != new.checkpoint.origin:
         raise SplitViewError(
-            subject, expected=f"log {seen.signed.checkpoint.origin}", got="a log of another name"
+            subject,
+            expected=f"log {seen.signed.checkpoint.origin}",
+            got="a log of another name",
         )
     if old.size == new.size:
         if old.root != new.root:
@@ -87,7 +89,9 @@ def check_against_entries(signed: SignedCheckpoint, entries: Sequence[bytes], su
 
 
 def _split_view_error(
-    seen: ProvenCheckpoint, shown: ProvenCheckpoint, subject: str
+    seen: ProvenCheckpoint,
+    shown: ProvenCheckpoint,
+    subject: str,
 ) -> SplitViewError:
     return SplitViewError(
         subject,

@@ -51,13 +51,18 @@ def parse_size(body: bytes, subject: str) -> int:
     """
     if len(body) > MAX_ANSWER_BYTES or not body.endswith(b"\n"):
         raise DocumentError(
-            subject, expected="a size and a newline", got=f"{len(body)} bytes of another form"
+            subject,
+            expected="a size and a newline",
+            got=f"{len(body)} bytes of another form",
         )
     return parse_number(body[:-1].decode("ascii", "replace"), subject)
 
 
 def add_cosignatures(
-    signed: SignedCheckpoint, body: bytes, witness: VerifierKey, subject: str
+    signed: SignedCheckpoint,
+    body: bytes,
+    witness: VerifierKey,
+    subject: str,
 ) -> SignedCheckpoint:
     """Return a checkpoint with the cosignatures of a witness from its answer, in place of its earlier ones.
 
@@ -73,7 +78,9 @@ def add_cosignatures(
     """
     if len(body) > MAX_ANSWER_BYTES:
         raise DocumentError(
-            subject, expected=f"at most {MAX_ANSWER_BYTES} bytes", got=f"{len(body)} bytes"
+            subject,
+            expected=f"at most {MAX_ANSWER_BYTES} bytes",
+            got=f"{len(body)} bytes",
         )
     # The answer holds signature lines alone: they are read as if they were under the checkpoint that was sent.
     answer = SignedNote.parse(signed.note.text.encode() + b"\n" + body, subject)
@@ -167,5 +174,7 @@ def _to_datetime(seconds: int) -> datetime:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError) as error:
         raise DocumentError(
-            "checkpoint, cosignature", expected="a time", got=f"{seconds} seconds"
+            "checkpoint, cosignature",
+            expected="a time",
+            got=f"{seconds} seconds",
         ) from error
