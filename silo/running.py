@@ -35,8 +35,8 @@ class Narrator:
     def __call__(self, state: State) -> None:
         """Report one change."""
         now = time.monotonic()
-        in_training = state.state == "training" and state.step > 0
-        is_due = in_training and now - self._last_at >= self._every_s
+        is_long = state.state in ("training", "auditing") and state.step > 0
+        is_due = is_long and now - self._last_at >= self._every_s
         name = f"{state.state}, held" if state.held else state.state
         # Training reports each step, and an audit each block: a log of weeks must stay readable.
         if name == self._last_state and not is_due:
@@ -48,8 +48,8 @@ class Narrator:
         text: str = state.state
         if state.state == "plan_accepted":
             text += f" plan {state.plan_id}"
-        if in_training:
-            text += f" {self._steps(state)}"
+        if is_long:
+            text += self._progress(state)
         if state.held or state.state == "superseded":
             text += f": {describe_state(state)}"
         if is_first and state.state in ("accepted", "withdrawn"):
@@ -64,12 +64,14 @@ class Narrator:
         if state.problem:
             _log.warning("[%s] %s - %s", self._silo_id, state.problem.message, state.problem.remedy)
 
-    def _steps(self, state: State) -> str:
-        """Return how far it is; an audit counts evaluations of the experts."""
+    def _progress(self, state: State) -> str:
+        """Return how far it is: training counts steps, an audit the evaluations of the experts."""
         note = read_note(self._private)
-        if note is None or note.stage == "training":
-            return f"{state.step}/{state.num_steps} steps"
-        return f"({note.stage} {note.done / max(note.total, 1):.0%})"
+        if note is not None and note.stage == "auditing" and state.state == "auditing":
+            return f" {note.done / max(note.total, 1):.0%}"
+        if state.state == "training":
+            return f" {state.step}/{state.num_steps} steps"
+        return ""
 
 
 def run_worker(site: Site, key: SigningKey) -> State:

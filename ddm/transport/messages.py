@@ -39,6 +39,7 @@ SiloState = Literal[
     "scanned",
     "assigned",
     "training",
+    "auditing",
     "audited",
     "released",
     "awaiting_approval",

@@ -19,6 +19,7 @@ Event = Literal[
     "assign",
     "begin",
     "train",
+    "audit",
     "draw",
     "draft",
     "lapse",
@@ -32,7 +33,7 @@ Event = Literal[
     "withdraw",
     "notice",
 ]
-"""What happens to a plan: the first ten at the silo's worker, then the aggregator's answers, a restart after a
+"""What happens to a plan: the first eleven at the silo's worker, then the aggregator's answers, a restart after a
 refusal, a person's decisions, and what the federation's keys announce."""
 
 Spending = Literal["nothing", "training", "epsilon"]
@@ -60,7 +61,9 @@ _OWN_TRANSITIONS: Mapping[tuple[SiloState, Event], Transition] = {
     ("scanned", "assign"): Transition("assigned"),
     # Epsilon for the counts, where they decide which experts there are.
     ("assigned", "begin"): Transition("training", "epsilon"),
-    ("training", "train"): Transition("audited", "training"),
+    ("training", "train"): Transition("auditing", "training"),
+    # The audit trains a reference and a control of its own.
+    ("auditing", "audit"): Transition("audited", "training"),
     ("audited", "draw"): Transition("released", "epsilon"),
     ("released", "draft"): Transition("awaiting_approval"),
     ("awaiting_approval", "lapse"): Transition("released"),
@@ -79,6 +82,7 @@ _RETRAINABLE: tuple[SiloState, ...] = (
     "scanned",
     "assigned",
     "training",
+    "auditing",
     "audited",
     "released",
     "awaiting_approval",

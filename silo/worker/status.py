@@ -22,6 +22,7 @@ _WORK: tuple[StateName, ...] = (
     "scanned",
     "assigned",
     "training",
+    "auditing",
     "audited",
     "released",
 )
@@ -29,7 +30,8 @@ _WORK: tuple[StateName, ...] = (
 _DONE: Mapping[StateName, str] = {
     "scanned": "images read and counted",
     "assigned": "images assigned to public clusters",
-    "audited": "experts trained, leak audit",
+    "auditing": "experts trained",
+    "audited": "experts audited",
     "released": "statistics drawn and debited",
 }
 _STAGES = ("images", "clusters", "training", "audit", "statistics", "approval", "receipt")
@@ -47,6 +49,7 @@ _AHEAD: Mapping[StateName, int] = {
     "scanned": 2,
     "assigned": 2,
     "training": 3,
+    "auditing": 4,
     "audited": 5,
     "released": 5,
     "awaiting_approval": 6,
@@ -156,8 +159,8 @@ class SiteStatus:
         done_words = [words for name, words in _DONE.items() if _reached(state.state, name)]
         if done_words:
             lines.append(f"  done     {'; '.join(done_words)}")
-        auditing = self.note is not None and self.note.stage == "auditing"
-        if state.state == "training" and not auditing:
+        note_is_of_steps = self.note is None or self.note.stage == "training"
+        if state.state == "training" and note_is_of_steps:
             lines.append(f"  step     {_steps(state, self.note)}")
         elif self.note is not None:
             lines.append(f"  {self.note.stage}: {_counted(self.note)}")
@@ -201,8 +204,8 @@ def _present_note(site: Site, state: State) -> ProgressNote | None:
     if note is None or state.state not in _WORK or note.plan_id != state.plan_id:
         return None
     is_fresh = (now_utc() - note.at).total_seconds() <= _OLD_S
-    is_of_training = note.stage in ("training", "auditing")
-    if not is_fresh or is_of_training != (state.state == "training"):
+    is_of_other_stage = note.stage in ("training", "auditing") and note.stage != state.state
+    if not is_fresh or is_of_other_stage:
         return None
     return note
 

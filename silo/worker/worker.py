@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,7 +183,8 @@ class Worker:
             "plan_accepted": self._scan_images,
             "scanned": self._assign_images,
             "assigned": self._begin_training,
-            "training": self._train_and_audit,
+            "training": self._train_experts,
+            "auditing": self._audit_experts,
             "audited": self._draw_statistics,
             "released": self._write_draft,
             "awaiting_approval": self._send_when_approved,
@@ -319,30 +321,44 @@ class Worker:
         parts = experts.find_parts(plan, accepted.files(), self.workspace(), self.settings.silo_id)
         self._advance("begin", num_steps=len(parts) * plan.expert.training.num_steps)
 
-    def _train_and_audit(self) -> None:
+    def _train_experts(self) -> None:
         accepted = self.accepted_plan()
         batch_size = accepted.plan.expert.training.batch_size
-        work = self.workspace()
         cohort = self.read_cohort(accepted)
-        check_disk_space(self.site, accepted.plan, cohort, work)
-        inputs = auditing.gather_audit_inputs(
-            self.site, accepted, work, self.policy, cohort, self.cohort_path
-        )
-        try:
+        inputs = self._gather_audit_inputs(accepted, cohort)
+        with self._stopped_by_newer_plan():
             paid = stages.debit_training(self.site, self.policy, accepted, cohort)
             experts.train_experts(
                 replace(inputs.training, paid=paid),
                 on_progress=lambda progress: self._show_training(progress, batch_size),
                 should_stop=self.should_stop,
             )
+        self._advance("train", step=self.state.num_steps)
+
+    def _audit_experts(self) -> None:
+        accepted = self.accepted_plan()
+        inputs = self._gather_audit_inputs(accepted, self.read_cohort(accepted))
+        with self._stopped_by_newer_plan():
             auditing.audit_experts(inputs, self.count_images("auditing"), self.should_stop)
+        # Refuses an inconclusive audit without a waiver here, before the statistics cost any epsilon.
+        auditing.audit_verdict(accepted, self.workspace(), self.policy)
+        self._advance("audit")
+
+    def _gather_audit_inputs(self, accepted: AcceptedPlan, cohort: Cohort) -> auditing.AuditInputs:
+        work = self.workspace()
+        check_disk_space(self.site, accepted.plan, cohort, work)
+        return auditing.gather_audit_inputs(
+            self.site, accepted, work, self.policy, cohort, self.cohort_path
+        )
+
+    @contextmanager
+    def _stopped_by_newer_plan(self) -> Iterator[None]:
+        """Tell a newer plan from Ctrl-C and a pause: training stops in the same way for each of them."""
+        try:
+            yield
         except KeyboardInterrupt:
-            # Training stops in the same way for a newer plan as for Ctrl-C or a pause.
             self._check_in_force()
             raise
-        # Refuses an inconclusive audit without a waiver here, before the statistics cost any epsilon.
-        auditing.audit_verdict(accepted, work, self.policy)
-        self._advance("train", step=self.state.num_steps)
 
     def _draw_statistics(self) -> None:
         accepted = self.accepted_plan()

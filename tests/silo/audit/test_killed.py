@@ -72,7 +72,7 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
         tiny.sites[SILO],
         POLICY | {"audit": HOLDS | {"waiver": tiny.sites[SILO].policy().audit.waiver}},
     )
-    tiny.work(SILO, until="training")
+    tiny.work(SILO, until="auditing")
     killed = tiny.copy(tmp_path / "killed")
     progress_calls: list[int] = []
     with monkeypatch.context() as patch:
@@ -98,7 +98,7 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
     ):
         with case(place):
             assert wait_for_exit(fork_process(lambda place=place: work(place))) == -signal.SIGKILL  # type: ignore[misc]
-            assert load_state(state_path(site.private)).state == "training"
+            assert load_state(state_path(site.private)).state == "auditing"
             folder = open_workspace(site, plan_id)
             assert not folder.audit_path.exists() and not list(site.outbox.glob(f"{plan_id}/*"))
             parts.add(
