@@ -198,9 +198,7 @@ class RootError(TrustError):
     """Not the root of trust that was pinned."""
 
     exit_code = 19
-    default_remedy = (
-        "Compare the root's fingerprint with the one the operator gave you out of band."
-    )
+    default_remedy = "Compare the root's code with the one the operator gave you out of band."
 
 
 class SplitViewError(TrustError):

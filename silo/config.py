@@ -335,8 +335,17 @@ class Site:
         """Read the size that this site's last card states; None before the first card was made."""
         if not self.card_path.exists():
             return None
+        return self.card().agreed
+
+    def card(self) -> Card:
+        """Read the copy of this site's last card.
+
+        Raises:
+            MissingFileError: no card was made yet.
+        """
+        require_file(self.card_path, "this site's last card", "Make one with `silo enroll`.")
         data = read_bounded(self.card_path, MAX_CARD_BYTES)
-        return Card.parse(data, subject="private/card.json", limit=MAX_CARD_BYTES).agreed
+        return Card.parse(data, subject="private/card.json", limit=MAX_CARD_BYTES)
 
     def salt(self) -> bytes:
         """Read the secret of `salt_path`.

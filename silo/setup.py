@@ -20,15 +20,15 @@ from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import (
     CARD_KIND,
-    MAX_CARD_BYTES,
     AgreedSize,
     Card,
     Invitation,
     RotatedCard,
 )
 from ddm.system.console import remembered
+from ddm.trust.comparison import CodeSubject, is_code_of, parse_code
 from ddm.trust.envelope import seal
-from ddm.trust.keys import SigningKey, parse_fingerprint
+from ddm.trust.keys import SigningKey
 from ddm.trust.rules import trusted_log_keys
 from silo.config import ImagesSettings, LedgerSettings, Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
@@ -46,25 +46,26 @@ MIN_AGREED = 16
 SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."
 
 
-def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
-    """Read an invitation and check its root against the fingerprint that came through a second channel.
+def read_invitation(path: Path, code: str) -> Invitation:
+    """Read an invitation and check its root against the code, or the digest, that came through a second channel.
 
     Raises:
         MissingFileError: there is no such file.
         DocumentError: the file is no invitation.
-        RootError: its root has a different fingerprint.
+        SetupError: the code is none.
+        RootError: it is the code of another root.
     """
     require_file(path, "the aggregator's invitation.json")
     invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
     root = invitation.root.encode()
-    fingerprint = sha256_hex(root)
+    digest = sha256_hex(root)
     # The second channel decides: whoever sent the file could have replaced root and digest together.
-    expected_fingerprint = parse_fingerprint(root_fingerprint)
-    if fingerprint != expected_fingerprint or fingerprint != invitation.root_digest:
-        # Its fingerprint is not shown: to paste it from here would trust whoever sent the file.
+    expected_code = parse_code(code)
+    if not is_code_of(expected_code, digest, CodeSubject.ROOT) or digest != invitation.root_digest:
+        # Its code is not shown: to type it from here would trust whoever sent the file.
         raise RootError(
             path.name,
-            expected=f"a root with fingerprint {root_fingerprint}",
+            expected=f"a root with the code {expected_code}",
             got="a root with another one",
         )
     # The root is verified by now and decides; an invitation that contradicts it was put together by somebody else.
@@ -292,8 +293,7 @@ def _node_public_key(site: Site) -> str:
     """Return the courier's public key, which never changes: from the last card, else from the courier's folder."""
     # Where worker and courier are two users, the worker's user cannot enter the courier's folder.
     if site.card_path.is_file():
-        data = read_bounded(site.card_path, MAX_CARD_BYTES)
-        return Card.parse(data, subject="private/card.json", limit=MAX_CARD_BYTES).node_key
+        return site.card().node_key
     return (site.courier / "node.pub").read_text("utf-8").strip()
 
 

@@ -159,7 +159,7 @@ def init_words(tiny: TinyFederation, site: Path, secret: Path, **changes: object
         "data": tiny.path / "north.npz",
         "invitation": tiny.federation.path / "invitation.json",
     }
-    options |= {"root-fingerprint": fingerprint, "passphrase-file": secret} | changes
+    options |= {"code": fingerprint, "passphrase-file": secret} | changes
     return [
         "silo",
         "init",
@@ -177,11 +177,11 @@ def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
 ) -> None:
     site = tmp_path / "south"
-    result = run(*init_words(planned, site, secret, **{"root-fingerprint": "0" * 64}))
+    result = run(*init_words(planned, site, secret, **{"code": "0" * 64}))
     assert result.code == 19
     # To paste the right one from here would trust whoever sent the invitation.
     assert fingerprint_of(planned) not in result.err
-    assert run(*init_words(planned, site, secret, **{"root-fingerprint": "short"})).code == 3
+    assert run(*init_words(planned, site, secret, **{"code": "short"})).code == 3
     assert run(*init_words(planned, site, secret, invitation=secret)).code == 21
     assert run(*init_words(planned, site, secret, data=tmp_path / "absent.npz")).code == 4
     short = tmp_path / "short.npz"
@@ -289,7 +289,7 @@ def test_aggregator_init_names_the_address_when_it_is_none(
 def test_card_is_refused_when_tampered_or_clashing_and_welcome_twice(
     run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
 ) -> None:
-    enroll = ("aggregator", "enroll", planned.federation.path)
+    enroll = ("aggregator", "enroll", "--yes", planned.federation.path)
     card = planned.path / "north.card.json"
     (tmp_path / "tampered.json").write_text(card.read_text().replace("north", "south"))
     assert run(*enroll, tmp_path / "tampered.json").code == 11

@@ -92,10 +92,16 @@ MISTAKES = {
         lambda w: w.init()[:-2][:3], 2, "Missing option '--id'", repeated_command=lambda w: w.init()
     ),
     "arguments swapped": Mistake(
-        lambda w: ["aggregator", "enroll", w.path / "north.card.json", w.fed],
+        lambda w: ["aggregator", "enroll", "--yes", w.path / "north.card.json", w.fed],
         2,
         "is a file",
-        repeated_command=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
+        repeated_command=lambda w: [
+            "aggregator",
+            "enroll",
+            "--yes",
+            w.fed,
+            w.path / "north.card.json",
+        ],
     ),
     "a half that does not exist": Mistake(
         lambda w: ["silo", "run", w.north, "--only", "both"],
@@ -126,10 +132,16 @@ MISTAKES = {
         repeated_command=lambda w: w.init(),
     ),
     "the invitation for the card": Mistake(
-        lambda w: ["aggregator", "enroll", w.fed, w.fed / "invitation.json"],
+        lambda w: ["aggregator", "enroll", "--yes", w.fed, w.fed / "invitation.json"],
         21,
         "name the right file",
-        repeated_command=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
+        repeated_command=lambda w: [
+            "aggregator",
+            "enroll",
+            "--yes",
+            w.fed,
+            w.path / "north.card.json",
+        ],
     ),
     "an invitation that is not there": Mistake(
         lambda w: w.init(invitation="gone.json"),
@@ -138,10 +150,10 @@ MISTAKES = {
         repeated_command=lambda w: w.init(),
     ),
     "a wrong root fingerprint": Mistake(
-        lambda w: w.init(**{"root-fingerprint": "0" * 64}),
+        lambda w: w.init(**{"code": "0" * 64}),
         19,
         "Compare the root",
-        repeated_command=lambda w: w.init(**{"root-fingerprint": w.fingerprint.upper()}),
+        repeated_command=lambda w: w.init(**{"code": w.fingerprint.upper()}),
     ),
     "a site id with a blank": Mistake(
         lambda w: w.init(id="Nord 1"),
@@ -490,7 +502,7 @@ MISTAKES = {
             w.path / "fed 2" / "tuf" / "metadata" / "1.root.json",
         ],
         19,
-        "fingerprint",
+        "root's code",
         lambda w: run_command(
             "aggregator",
             "init",

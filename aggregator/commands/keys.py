@@ -158,14 +158,18 @@ def say_missing(federation: Federation, missing: list[str]) -> None:
     say(f"Put their .sig files beside it, then: aggregator complete {federation.path}")
 
 
-def say_founded(federation: Federation) -> None:
+def say_founded(federation: Federation, *, digests: bool = False) -> None:
     """Say what silos and researchers need of a new federation."""
     from ddm.protocol.base import sha256_file
+    from ddm.trust.comparison import CodeSubject, comparison_code
 
+    root_digest = sha256_file(federation.tuf / "1.root.json")
     say(f"Federation {federation.settings().name} in {federation.path}.")
-    say(f"  root fingerprint  {sha256_file(federation.tuf / '1.root.json')}")
-    # Whoever can exchange the invitation on its way can exchange the fingerprint in it: hence the second channel.
+    say(f"  code of the root  {comparison_code(root_digest, CodeSubject.ROOT)}")
+    if digests:
+        say(f"  its sha256        {root_digest}")
+    # Whoever can exchange the invitation on its way can exchange the digest in it: hence the second channel.
     invitation = federation.path / "invitation.json"
     say(
-        f"Give every silo {invitation}, and the fingerprint through a second channel (telephone, letter)."
+        f"Give every silo {invitation}, and read the code to its operator on the telephone, or send it by letter."
     )

@@ -15,10 +15,11 @@ from aggregator.commands.options import (
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.protocol.address import split_address
-from ddm.system.console import ask, passphrase, remembered, say
+from ddm.system.console import DigestsOption, ask, passphrase, remembered, say
 
 if TYPE_CHECKING:
     from aggregator.config import FederationSettings
+    from ddm.protocol.enrolment import Card, RotatedCard
 
 _HOLDERS = "Holders of the offline keys (without any, one key each is made here)"
 
@@ -60,6 +61,7 @@ def init(
         int,
         typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS),
     ] = 1,
+    digests: DigestsOption = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Make a federation: keys, TLS certificates, root of trust, invitation."""
@@ -80,14 +82,22 @@ def init(
     if missing:
         say_missing(federation, missing)
     else:
-        say_founded(federation)
+        say_founded(federation, digests=digests)
 
 
 def enroll(
     fed: FederationArgument,
-    card: Annotated[
-        Path, typer.Argument(metavar="CARD", help="File from `silo enroll` or `silo rotate`.")
+    cards: Annotated[
+        list[Path],
+        typer.Argument(metavar="CARD...", help="Files from `silo join`, `enroll` or `rotate`."),
     ],
+    code: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SILO=WORDS",
+            help="Code of a silo's card, as its operator reads it out; repeatable.",
+        ),
+    ] = None,
     images: Annotated[
         int | None,
         typer.Option(
@@ -100,40 +110,126 @@ def enroll(
             min=2, help="Largest number of patients that you agree to; a card with more is refused."
         ),
     ] = None,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Do not ask for codes, but print them, to be compared later."),
+    ] = False,
+    digests: DigestsOption = False,
 ) -> None:
-    """Enroll a silo or its new key, and agree to its size; compare both through a second channel."""
-    from aggregator.keys.silo_rotation import take_rotation
+    """Enroll silos or their new keys, and agree to their sizes; each operator reads out the code of the card."""
     from aggregator.membership.registry import (
         check_agreed_size,
         enroll_silo,
+        read_card_file,
         read_cards,
-        read_rotated_card,
-        signing_key,
     )
 
     federation = Federation(fed).require()
-    # Of an enrolled silo, a card with rotations announces a new key, which its old key signed; of any other silo it
-    # is its first card.
-    rotated = read_rotated_card(card)
-    if rotated is not None and rotated[0].silo_id in read_cards(federation):
-        new_card, rotations = rotated
-        # Before the new key is taken, so that no size to which nobody agreed comes in with it.
-        check_agreed_size(new_card, images, patients)
-        renewed = take_rotation(federation, rotations)
-        fingerprint = signing_key(renewed).fingerprint
-        say(f"The new key of {renewed.silo_id}, which its old key announced: {fingerprint}")
-        say(
-            f"Agreed size: at most {renewed.agreed}. Both are in force from the next plan on; a plan in progress keeps"
+    # Every file is read before anybody is asked: an operator should not be on the telephone when one cannot be.
+    received = [read_card_file(path) for path in cards]
+    for card, _ in received:
+        check_agreed_size(card, images, patients)
+    codes = _codes_of_silos(code or [], [card.silo_id for card, _ in received])
+    for path, (card, rotated) in zip(cards, received, strict=True):
+        enrolled_card = read_cards(federation).get(card.silo_id)
+        if enrolled_card is not None and rotated is not None:
+            # Its old key, which is enrolled, signed the new one: nobody has to compare anything.
+            _take_rotation(federation, rotated)
+        elif enrolled_card == card:
+            # Its digest stands for what was compared then. The checks are made again, since the silo may have been
+            # removed meanwhile.
+            enroll_silo(federation, path, images=images, patients=patients, code=card.digest)
+            say(f"{card.silo_id} is enrolled with this card already, for at most {card.agreed}.")
+        else:
+            silo_code = codes.get(card.silo_id)
+            if silo_code is None and not yes:
+                silo_code = _ask_code(card)
+            _enroll_card(federation, path, silo_code, images, patients)
+        if digests:
+            _say_digests(card)
+
+
+def _codes_of_silos(options: list[str], silo_ids: list[str]) -> dict[str, str]:
+    """Read --code, by silo.
+
+    Raises:
+        SetupError: an option that is not SILO=WORDS, for another silo than those of the cards, or two for one silo; or
+            two cards of one silo.
+    """
+    if len(set(silo_ids)) < len(silo_ids):
+        raise SetupError(
+            "cards",
+            expected="one card of each silo",
+            got=f"cards of {', '.join(sorted(silo_ids))}",
+            remedy="Name the newest card of each silo alone.",
         )
-        say("the old ones.")
-        return
-    enrolled = enroll_silo(federation, card, images=images, patients=patients)
-    say(
-        f"Enrolled {enrolled.silo_id} for at most {enrolled.agreed}, which bounds its prior from the next plan on."
+    codes: dict[str, str] = {}
+    for option in options:
+        silo_id, equals, words = option.partition("=")
+        if not equals or silo_id not in silo_ids or silo_id in codes:
+            raise SetupError(
+                "--code",
+                expected=f"SILO=WORDS, once for each of {', '.join(silo_ids)}",
+                got=ascii(option[:100]),
+                remedy="Write the silo's name before the equals sign, such as --code "
+                f"'{silo_ids[0]}=six words with blanks between them'.",
+            )
+        codes[silo_id] = words
+    return codes
+
+
+def _ask_code(card: "Card") -> str:
+    """Ask for the code of a card."""
+    from ddm.trust.comparison import parse_code
+
+    say(f"{card.silo_id}: at most {card.agreed}, which bounds its share of the ensemble.")
+    return ask(
+        "  the six words that its operator reads out",
+        option=f"--code '{card.silo_id}=WORDS'",
+        parse=parse_code,
     )
+
+
+def _enroll_card(
+    federation: Federation,
+    path: Path,
+    code: str | None,
+    images: int | None,
+    patients: int | None,
+) -> None:
+    """Enroll a silo by its card; say its code where nobody compared it yet."""
+    from aggregator.membership.registry import enroll_silo
+    from ddm.trust.comparison import CodeSubject, comparison_code
+
+    card = enroll_silo(federation, path, images=images, patients=patients, code=code)
     say(
-        f"Compare the number and this fingerprint with the silo: {signing_key(enrolled).fingerprint}"
+        f"Enrolled {card.silo_id} for at most {card.agreed}, which bounds its prior from the next plan on."
     )
+    if code is None:
+        say("  Compare with what its operator reads out, before you sign a plan:")
+        say(f"  {comparison_code(card.digest, CodeSubject.CARD)}")
+
+
+def _take_rotation(federation: Federation, rotated: "RotatedCard") -> None:
+    """Take the new key of an enrolled silo."""
+    from aggregator.keys.silo_rotation import take_rotation
+    from aggregator.membership.registry import signing_key
+
+    card = take_rotation(federation, rotated)
+    fingerprint = signing_key(card).fingerprint
+    say(f"The new key of {card.silo_id}, which its old key announced: {fingerprint}")
+    say(
+        f"Agreed size: at most {card.agreed}. Both are in force from the next plan on; a plan in progress keeps"
+    )
+    say("the old ones.")
+
+
+def _say_digests(card: "Card") -> None:
+    """Print the digests of a card and of the key that it names."""
+    from aggregator.membership.registry import signing_key
+
+    say(f"  card         {card.digest}")
+    say(f"  signing key  {signing_key(card).fingerprint}")
 
 
 def remove(

@@ -18,7 +18,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from pydantic import Field
 
 from aggregator.config import Federation
-from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
+from ddm.errors import (
+    BusyError,
+    DigestError,
+    DocumentError,
+    LedgerError,
+    MissingFileError,
+    PolicyError,
+)
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time, check_json
 from ddm.protocol.enrolment import (
@@ -31,6 +38,7 @@ from ddm.protocol.enrolment import (
 )
 from ddm.protocol.plan import Plan
 from ddm.publishing.log import append_entries
+from ddm.trust.comparison import CodeSubject, is_code_of, parse_code
 from ddm.trust.envelope import open_sealed
 from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey
@@ -95,21 +103,46 @@ def read_card(data: bytes) -> Card:
     return card
 
 
-def read_rotated_card(path: Path) -> tuple[Card, RotatedCard] | None:
-    """Read what `silo rotate` wrote, and the card in it; None when the file is of another format, as a plain card.
+def read_card_file(path: Path) -> tuple[Card, RotatedCard | None]:
+    """Read what `silo enroll` or `silo rotate` wrote: the card, and the file's rotations where it has some.
 
     Raises:
         MissingFileError: no such file.
         DocumentError: malformed.
         SignatureError: the card's signature does not verify.
     """
+    card_bytes, rotated = _read_card_bytes(path)
+    return read_card(card_bytes), rotated
+
+
+def _read_card_bytes(path: Path) -> tuple[bytes, RotatedCard | None]:
+    """Return the sealed card of a file, and the whole of it where rotations come with the card."""
     path = require_file(path, "a card made by `silo enroll` or `silo rotate`")
     data = read_bounded(path, MAX_ROTATED_BYTES)
     value = check_json(data, subject="enrolment card", limit=MAX_ROTATED_BYTES)
     if not isinstance(value, dict) or value.get("format") != ROTATED_CARD_FORMAT:
-        return None
+        return data, None
     rotated = RotatedCard.parse(data, subject="rotated card", limit=MAX_ROTATED_BYTES)
-    return read_card(rotated.card.encode()), rotated
+    return rotated.card.encode(), rotated
+
+
+def check_card_code(card: Card, code: str) -> None:
+    """Refuse a card unless this is its code, or its digest, as the silo's operator reads it out.
+
+    Raises:
+        SetupError: the text is no code.
+        DigestError: it is the code of another card.
+    """
+    expected_code = parse_code(code)
+    if not is_code_of(expected_code, card.digest, CodeSubject.CARD):
+        # The card's own code is not shown: to type it from here would trust whoever sent the file.
+        raise DigestError(
+            f"card of silo {card.silo_id}",
+            expected=f"a card with the code {expected_code}",
+            got="a card with another one",
+            remedy="Have the words read out once more, from the silo's newest card. If they are these, somebody "
+            "replaced the card on its way: get it from the silo in another way.",
+        )
 
 
 def enroll_silo(
@@ -118,6 +151,7 @@ def enroll_silo(
     *,
     images: int | None = None,
     patients: int | None = None,
+    code: str | None = None,
 ) -> Card:
     """Keep a silo's card, and with it agree to its size; a new key for an enrolled silo is refused.
 
@@ -128,22 +162,23 @@ def enroll_silo(
         card_path: the card.
         images: the most images that the operator agrees to; None agrees to what the card states.
         patients: the most patients.
+        code: of the card, as the silo's operator read it out; None where operators compare it in another way.
 
     Raises:
+        DigestError: it is the code of another card.
         BusyError: this silo is enrolled with another key, or has a rotated card, which a plain one does not replace; or
             one of these keys belongs to another silo.
         FederationError: the card was made for another federation.
         PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
         BusyError: another process signs.
     """
-    rotated = read_rotated_card(card_path)
-    if rotated is None:
-        data = read_bounded(card_path, MAX_CARD_BYTES)
-    else:
-        data = rotated[1].card.encode()
+    data, _ = _read_card_bytes(card_path)
     card = read_card(data)
     check_card_federation(federation, card)
     check_agreed_size(card, images, patients)
+    # Of the very bytes that are kept below: the file may be another one than when the operator looked at it.
+    if code is not None:
+        check_card_code(card, code)
     with federation.signing_lock():
         check_keys_unused(federation, card)
         _check_new(federation, card)

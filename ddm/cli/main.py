@@ -31,6 +31,7 @@ from ddm.protocol.growth import describe_standing
 from ddm.protocol.plan import REHEARSAL, Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 from ddm.system.secrecy import forbid_core_dumps
+from ddm.trust.comparison import CodeSubject, comparison_code
 
 app = new_program(
     "Verify a published ensemble of diffusion experts and sample from it, or make one of your own data."
@@ -58,6 +59,7 @@ def verify(
     say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
     _say_rehearsal(opened)
     say(f"  root       {verified.root_fingerprint}")
+    say(f"  its code   {comparison_code(verified.root_fingerprint, CodeSubject.ROOT)}")
     say(
         f"  files      {len(verified.files)} signed files, {total} bytes; none missing, none unlisted"
     )

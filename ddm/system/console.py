@@ -49,6 +49,9 @@ LogJsonOption = Annotated[
         rich_help_panel="Logging",
     ),
 ]
+DigestsOption = Annotated[
+    bool, typer.Option("--digests", help="Also print the digests that the words stand for.")
+]
 
 
 def new_program(help_text: str) -> typer.Typer:
@@ -164,12 +167,13 @@ def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
         raise typer.Abort
 
 
-def ask(question: str, *, option: str) -> str:
-    """Ask at the terminal for a text.
+def ask(question: str, *, option: str, parse: Callable[[str], str] = str) -> str:
+    """Ask at the terminal for a text, until one can be parsed.
 
     Args:
         question: what to ask.
         option: the command's option that gives the same.
+        parse: returns what is meant by an answer, or raises `SetupError`.
 
     Raises:
         SetupError: standard input is no terminal.
@@ -181,8 +185,13 @@ def ask(question: str, *, option: str) -> str:
             got="a standard input that is no terminal",
             remedy=f"Add {option}.",
         )
-    answer: str = typer.prompt(question)
-    return answer.strip()
+    while True:
+        answer: str = typer.prompt(question)
+        try:
+            return parse(answer.strip())
+        except SetupError as error:
+            # A person at a terminal corrects a slip at once.
+            say(f"{error}. {error.remedy}", error=True)
 
 
 def passphrase(

@@ -127,7 +127,7 @@ def set_up_silo(demo: Demo, silo: str) -> None:
         out / "data" / f"{silo}.npz",
         "--invitation",
         invitation,
-        "--root-fingerprint",
+        "--code",
         fingerprint,
         "--passphrase-file",
         out / f"{silo}.pass",
@@ -135,7 +135,7 @@ def set_up_silo(demo: Demo, silo: str) -> None:
     policy = "policy_person.toml" if silo == PERSON else "policy_automatic.toml"
     shutil.copyfile(HERE / policy, out / silo / "policy.toml")
     demo.call("silo", "enroll", out / silo, "--out", out / f"{silo}.card.json")
-    demo.call("aggregator", "enroll", out / "fed", out / f"{silo}.card.json")
+    demo.call("aggregator", "enroll", "--yes", out / "fed", out / f"{silo}.card.json")
 
 
 def federate(demo: Demo) -> dict[str, object]:

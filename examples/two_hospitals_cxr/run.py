@@ -123,14 +123,14 @@ def set_up(demo: Demo) -> None:
             out / "data" / name,
             "--invitation",
             invitation,
-            "--root-fingerprint",
+            "--code",
             fingerprint,
             "--passphrase-file",
             out / f"{silo}.pass",
         )
         shutil.copyfile(HERE / "policy.toml", out / silo / "policy.toml")
         demo.call("silo", "enroll", out / silo, "--out", out / f"{silo}.card.json")
-        demo.call("aggregator", "enroll", out / "fed", out / f"{silo}.card.json")
+        demo.call("aggregator", "enroll", "--yes", out / "fed", out / f"{silo}.card.json")
 
 
 def sample(demo: Demo, num: int, *trust: object) -> None:

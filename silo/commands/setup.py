@@ -9,7 +9,7 @@ import typer
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
 from ddm.io.modes import open_to_everyone
-from ddm.system.console import passphrase, say
+from ddm.system.console import DigestsOption, passphrase, say
 from silo.commands.options import (
     ColumnOption,
     PassphraseOption,
@@ -32,8 +32,12 @@ def init(
         ),
     ],
     invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
-    root_fingerprint: Annotated[
-        str, typer.Option(help="sha256 of the root, received through a second channel.")
+    code: Annotated[
+        str,
+        typer.Option(
+            metavar="WORDS",
+            help="Code of the root, or its sha256, as the aggregator's operator reads it out.",
+        ),
     ],
     column: ColumnOption = None,
     passphrase_file: PassphraseOption = None,
@@ -59,7 +63,7 @@ def init(
     from silo.setup import SiteSetup, first_look, init_site, new_source, read_invitation
 
     # A forged invitation is refused before anything is made or scanned.
-    invited = read_invitation(invitation, root_fingerprint)
+    invited = read_invitation(invitation, code)
     images = images_settings(column or [])
     new_site = Site(site)
     silo_id = _checked_id(silo_id)
@@ -119,6 +123,7 @@ def enroll(
             help="Largest number of patients for a plan (default: counted where policy.toml protects patients).",
         ),
     ] = None,
+    digests: DigestsOption = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Write the enrolment card for the aggregator: public keys, and the largest number of images of this site."""
@@ -147,12 +152,7 @@ def enroll(
     write_atomic(out, with_rotations(card, published_rotations(opened_site)))
     # Nothing in it is secret, and whoever carries it to the aggregator may be another user.
     open_to_everyone(out)
-    say(
-        f"Card in {out}, for at most {opened_site.agreed()}; every silo and every reader of a release sees this number."
-    )
-    say(
-        f"Tell the aggregator number and fingerprint through a second channel: {key.public.fingerprint}"
-    )
+    say_card(opened_site, out, digests=digests)
 
 
 def rotate(
@@ -178,6 +178,23 @@ def rotate(
     say(
         f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on."
     )
+
+
+def say_card(site: Site, path: Path, *, digests: bool) -> None:
+    """Say where a site's card is, what it states, and the code that its operator reads out."""
+    from ddm.trust.comparison import CodeSubject, comparison_code
+    from ddm.trust.keys import PublicKey
+
+    card = site.card()
+    say(
+        f"Card in {path}, for at most {card.agreed}; every silo and every reader of a release sees this number."
+    )
+    # Whoever carries the card to the aggregator could replace it: hence the second channel.
+    say("Give it to the aggregator's operator, and read these words to them on the telephone:")
+    say(f"  {comparison_code(card.digest, CodeSubject.CARD)}")
+    if digests:
+        say(f"  card         {card.digest}")
+        say(f"  signing key  {PublicKey.parse(card.signing_key).fingerprint}")
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -148,12 +148,12 @@ def set_up(operators: Operators) -> None:
     for seed, (silo_id, export) in enumerate(EXPORTS.items()):
         data = export(folder / f"export of {silo_id}", NUM, seed)
         operators.call("silo", "init", folder / silo_id, "--id", silo_id, "--data", data,
-                       "--invitation", operators.fed / "invitation.json", "--root-fingerprint", fingerprint,
+                       "--invitation", operators.fed / "invitation.json", "--code", fingerprint,
                        *secret)  # fmt: skip
         write_policy(Site(folder / silo_id), PATIENTS)
         card = folder / f"{silo_id}.card.json"
         operators.call("silo", "enroll", folder / silo_id, "--out", card)
-        operators.call("aggregator", "enroll", operators.fed, card)
+        operators.call("aggregator", "enroll", "--yes", operators.fed, card)
     public = folder / "public"
     public.mkdir()
     for number in range(240):

@@ -462,7 +462,10 @@ def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
     words = ("--out", tmp_path / "card.json", "--passphrase-file", secret)
     assert run_command("silo", "rotate", tiny.sites["east"].path, *words).code == 0
     assert (
-        run_command("aggregator", "enroll", tiny.federation.path, tmp_path / "card.json").code == 0
+        run_command(
+            "aggregator", "enroll", "--yes", tiny.federation.path, tmp_path / "card.json"
+        ).code
+        == 0
     )
     tiny.join("west", LATE, 1)
     plan_id = tiny.grow()
@@ -499,7 +502,7 @@ def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
             ).code
             == 0
         )
-        assert run_command("aggregator", "enroll", tiny.federation.path, card).code == 0
+        assert run_command("aggregator", "enroll", "--yes", tiny.federation.path, card).code == 0
     with pytest.raises(PolicyError, match="agreed size of east"):
         choose_carried(tiny.federation, published.plan_id, [])
     with pytest.raises(PolicyError, match="agreed size of east"):

@@ -129,7 +129,7 @@ def found(command: Callable[..., None], folder: Path) -> TinyFederation:
     )
     root = sha256_hex((folder / "fed" / "tuf" / "metadata" / "1.root.json").read_bytes())
     np.savez(folder / "images.npz", images=images(60, -0.5, seed=0))
-    invitation = ("--invitation", folder / "fed" / "invitation.json", "--root-fingerprint", root)
+    invitation = ("--invitation", folder / "fed" / "invitation.json", "--code", root)
     command(
         "silo",
         "init",
@@ -143,7 +143,7 @@ def found(command: Callable[..., None], folder: Path) -> TinyFederation:
     )
     write_policy(Site(folder / SILO), POLICY)
     command("silo", "enroll", folder / SILO, "--out", folder / "card.json")
-    command("aggregator", "enroll", folder / "fed", folder / "card.json")
+    command("aggregator", "enroll", "--yes", folder / "fed", folder / "card.json")
     (folder / "plan.toml").write_bytes(
         tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)).encode()
     )

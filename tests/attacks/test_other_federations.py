@@ -153,7 +153,9 @@ def test_card_of_another_federation_is_not_enrolled(
     """The attack: an operator who got a hospital's card for another federation enrolls it without its will."""
     federation = published.tiny.federation
     enrolled = read_cards(federation)
-    refused = run_command("aggregator", "enroll", federation.path, other.path / f"{SILO}.card.json")
+    refused = run_command(
+        "aggregator", "enroll", "--yes", federation.path, other.path / f"{SILO}.card.json"
+    )
     assert refused.code == CODE, refused
     assert f"card of silo {SILO}" in refused.err
     assert "silo init" in refused.err
@@ -171,7 +173,7 @@ def test_rotated_card_of_another_federation_is_not_taken_in(
     site = other.copy(tmp_path / "theirs").sites[SILO]
     result = run_command("silo", "rotate", site.path, "--out", out, "--passphrase-file", secret)
     assert result.code == 0, result.err
-    refused = run_command("aggregator", "enroll", federation.path, out)
+    refused = run_command("aggregator", "enroll", "--yes", federation.path, out)
     assert refused.code == CODE, refused
     assert not (federation.registry / "rotated").exists()
 
@@ -203,7 +205,7 @@ def test_invitation_of_another_root_makes_no_site(
         with case(replaced=name):
             path = tmp_path / "invitation.json"
             path.write_text(json.dumps(genuine | {field: foreign[field] for field in fields}))
-            words = ("--id", "north", "--data", data, "--root-fingerprint", fingerprint)
+            words = ("--id", "north", "--data", data, "--code", fingerprint)
             refused = run_command("silo", "init", tmp_path / "site", "--invitation", path, *words)
             assert refused.code == RootError.exit_code, refused
             assert not (tmp_path / "site").exists()

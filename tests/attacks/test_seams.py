@@ -144,7 +144,7 @@ def test_log_says_that_a_silo_was_removed_only_where_nothing_but_its_removal_can
     if rotated:
         take_in(keyed, "east")
         start(keyed, 1)
-    words = ("aggregator", "enroll", keyed.federation.path, keyed.path / "east.card.json")
+    words = ("aggregator", "enroll", "--yes", keyed.federation.path, keyed.path / "east.card.json")
     before = said(keyed, "east")
     for step in ("write_atomic", "append_entries", "forget_rotations"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

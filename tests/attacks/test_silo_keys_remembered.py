@@ -160,7 +160,7 @@ def read(keyed: KeyedFederation, tmp_path: Path) -> Callable[..., VerifiedReleas
 
 def take(keyed: KeyedFederation, path: Path) -> object:
     """Take in what a silo handed out, with the command."""
-    return run_command("aggregator", "enroll", keyed.federation.path, path).code
+    return run_command("aggregator", "enroll", "--yes", keyed.federation.path, path).code
 
 
 def test_key_that_its_old_key_announced_passes_with_a_note_over_several_rotations_too(
@@ -390,9 +390,9 @@ def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(
     assert tiny.work("north", until="plan_refused").problem.code == 11  # type: ignore[union-attr]
     out = rotate(tiny, "north", tmp_path)
     new = tiny.key("north").public
-    assert run_command("aggregator", "enroll", fed, out).code == 0
+    assert run_command("aggregator", "enroll", "--yes", fed, out).code == 0
     (tmp_path / "first.json").write_bytes(first)
-    assert run_command("aggregator", "enroll", fed, tmp_path / "first.json").code == 13
+    assert run_command("aggregator", "enroll", "--yes", fed, tmp_path / "first.json").code == 13
     assert tiny.federation.delegations()[f"{planned_once.plan_id}.north"] == str(old)
     plan_id = tiny.sign()
     assert tiny.federation.delegations()[f"{plan_id}.north"] == str(new)
@@ -509,7 +509,7 @@ def test_rotation_from_the_silos_command_to_the_readers_with_real_releases(
     assert run_command("ddm", "verify", published.release, *look).code == 0
     assert (
         run_command(
-            "aggregator", "enroll", tiny.federation.path, rotate(tiny, "east", tmp_path)
+            "aggregator", "enroll", "--yes", tiny.federation.path, rotate(tiny, "east", tmp_path)
         ).code
         == 0
     )

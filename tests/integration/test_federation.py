@@ -102,12 +102,14 @@ def set_up(operators: FederationOperators) -> None:
     for index, (silo, size) in enumerate(SILOS.items()):
         np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
         operators.call("silo", "init", folder / silo, "--id", silo, "--data", folder / f"{silo}.npz",
-                       "--invitation", folder / "fed" / "invitation.json", "--root-fingerprint", fingerprint,
+                       "--invitation", folder / "fed" / "invitation.json", "--code", fingerprint,
                        "--passphrase-file", folder / "pass")  # fmt: skip
         kind = "person" if silo == PERSON else "policy"
         write_policy(site_of(folder, silo), POLICY | {"approval": {"kind": kind}})
         operators.call("silo", "enroll", folder / silo, "--out", folder / f"{silo}.card.json")
-        operators.call("aggregator", "enroll", folder / "fed", folder / f"{silo}.card.json")
+        operators.call(
+            "aggregator", "enroll", "--yes", folder / "fed", folder / f"{silo}.card.json"
+        )
 
 
 def site_of(folder: Path, silo: str):  # type: ignore[no-untyped-def]

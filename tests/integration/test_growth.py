@@ -97,7 +97,7 @@ def join(operators: Operators) -> None:
     invitation = operators.fed / "invitation.json"
     fingerprint = json.loads(invitation.read_text())["root_digest"]
     operators.call("silo", "init", folder / LATE, "--id", LATE, "--data", folder / f"{LATE}.npz", "--invitation",
-                   invitation, "--root-fingerprint", fingerprint, "--passphrase-file", folder / "pass")  # fmt: skip
+                   invitation, "--code", fingerprint, "--passphrase-file", folder / "pass")  # fmt: skip
     write_policy(Site(folder / LATE), POLICY)
     operators.call("silo", "enroll", folder / LATE, "--out", folder / f"{LATE}.card.json")
-    operators.call("aggregator", "enroll", operators.fed, folder / f"{LATE}.card.json")
+    operators.call("aggregator", "enroll", "--yes", operators.fed, folder / f"{LATE}.card.json")

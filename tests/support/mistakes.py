@@ -59,7 +59,7 @@ class WaitingFederation:
             "invitation": self.fed / "invitation.json",
         }
         options |= {
-            "root-fingerprint": self.fingerprint,
+            "code": self.fingerprint,
             "passphrase-file": self.path / "pass",
         } | changes
         return [

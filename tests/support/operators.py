@@ -170,11 +170,11 @@ def set_up_federation(
     for index, (silo, size) in enumerate(SILOS.items()):
         np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
         operators.call("silo", "init", folder / silo, "--id", silo, "--data", folder / f"{silo}.npz",
-                       "--invitation", operators.fed / "invitation.json", "--root-fingerprint", fingerprint,
+                       "--invitation", operators.fed / "invitation.json", "--code", fingerprint,
                        *secret)  # fmt: skip
         write_policy(Site(folder / silo), POLICY)
         operators.call("silo", "enroll", folder / silo, "--out", folder / f"{silo}.card.json")
-        operators.call("aggregator", "enroll", operators.fed, folder / f"{silo}.card.json")
+        operators.call("aggregator", "enroll", "--yes", operators.fed, folder / f"{silo}.card.json")
     tables = recipe().model_dump(mode="json", exclude_none=True)
     tables["expert"]["architecture"] |= {"hidden": 64, "heads": 4}
     if architecture:

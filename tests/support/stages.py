@@ -187,7 +187,7 @@ CASES = {
                 "{at}/north.npz",
                 "--invitation",
                 "{at}/invitation.json",
-                "--root-fingerprint",
+                "--code",
                 "{root}",
                 *_KEYS,
             ),
@@ -215,7 +215,7 @@ CASES = {
         CommandCase(
             "aggregator enroll",
             "founded",
-            ("aggregator", "enroll", "{at}/fed", "{at}/north.card.json"),
+            ("aggregator", "enroll", "--yes", "{at}/fed", "{at}/north.card.json"),
             checks=(_STATUS,),
         ),
         CommandCase(
@@ -271,7 +271,7 @@ CASES = {
             "silo rotate",
             "accepted",
             ("silo", "rotate", "{at}/north", "--out", "{at}/card.json", *_KEYS),
-            checks=(("aggregator", "enroll", "{at}/fed", "{at}/card.json"), _DECISIONS),
+            checks=(("aggregator", "enroll", "--yes", "{at}/fed", "{at}/card.json"), _DECISIONS),
         ),
         CommandCase(
             "aggregator withdraw",

@@ -65,7 +65,7 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
     code, output = run(*words, "--targets-holder", tmp_path / "dan.pub")
     assert code == 0
     assert "root-1.json: 0 of 2 signatures" in output
-    assert "fingerprint" not in output
+    assert "code of the root" not in output
     assert run("complete", fed, *by)[0] == 3
     for name, document in (("ada", "root"), ("ben", "root"), ("dan", "targets")):
         waiting = fed / "ceremony" / f"{document}-1.json"
@@ -78,7 +78,7 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
     assert run("sign", waiting, "--key", tmp_path / "ada.key", "--yes", *by)[0] == 11
     code, output = run("complete", fed, *by)
     assert code == 0
-    assert re.search(r"root fingerprint  [0-9a-f]{64}", output)
+    assert re.search(r"code of the root  ([a-z]+ ){5}[a-z]+\n", output)
     assert run("complete", fed, *by)[0] == 4
     assert run("rotate", fed, "root", *by)[0] == 3
     assert run("rotate", fed, "everything", *by)[0] == 3

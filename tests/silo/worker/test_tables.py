@@ -46,7 +46,7 @@ def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, obje
     (tiny.path / "pass").write_bytes(PASSPHRASE + b"\n")
     passphrase = ("--passphrase-file", tiny.path / "pass")
     root = sha256_hex(tiny.root.read_bytes())
-    invited = ("--invitation", tiny.federation.path / "invitation.json", "--root-fingerprint", root)
+    invited = ("--invitation", tiny.federation.path / "invitation.json", "--code", root)
     data = ("--data", table, "--column", "label=befund")
     result = run_command("silo", "init", site.path, "--id", silo_id, *data, *invited, *passphrase)
     assert result.code == 0, result.err
