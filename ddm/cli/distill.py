@@ -30,6 +30,7 @@ from ddm.protocol.architecture import (
     NoCondition,
     TextCondition,
 )
+from ddm.protocol.base import MAX_INTEGER
 from ddm.protocol.latent import Autoencoder
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_NUM = 4096
 _SOLVER_STEPS = 50  # of own samples
-_MAX_INT = 2**53 - 1  # the record cannot hold a larger number
 
 # The panels of the help.
 _STUDENT = "The student"
@@ -127,7 +127,7 @@ Num = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=_MAX_INT,
+        max=MAX_INTEGER,
         help=f"Number of own samples (default: {_DEFAULT_NUM}).",
         rich_help_panel=_IMAGES,
     ),
@@ -147,7 +147,7 @@ Steps = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=_MAX_INT,
+        max=MAX_INTEGER,
         help="Number of training steps (default: as an expert).",
         rich_help_panel=_TRAINING,
     ),
@@ -156,7 +156,7 @@ Seed = Annotated[
     int,
     typer.Option(
         min=0,
-        max=_MAX_INT,
+        max=MAX_INTEGER,
         help="Random seed of weights, samples and steps.",
         rich_help_panel=_TRAINING,
     ),

@@ -18,6 +18,9 @@ MAX_DEPTH = 32
 # A value of two bytes may cost hundreds, as a Python object or as an error that pydantic keeps.
 MAX_VALUES = 65_536
 _MAX_ERRORS = 1000
+# RFC 8785 writes no integer that a double cannot hold.
+MAX_INTEGER = 2**53 - 1
+_MAX_INTEGER_DIGITS = 32
 UNSHOWN_TEXT = "text with control, invisible or direction-changing characters"
 
 # A silo's name has no hyphen: an expert's name, SILO or SILO-NUMBER, is then never that of another silo's expert.
@@ -53,8 +56,8 @@ Unit = Literal["image", "patient"]
 # The upper bound is what an epsilon without noise reads (`ddm.protocol.statistics.EXACT`).
 Epsilon = Annotated[float, Field(gt=0.0, le=1000.0)]
 Delta = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # RFC 8785 cannot represent larger ones
-NaturalInt = Annotated[int, Field(ge=0, lt=2**53)]
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INTEGER)]
+NaturalInt = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 NumImages = Annotated[int, Field(gt=0, le=10**9)]
 NumSteps = Annotated[int, Field(gt=0, le=10**9)]
 NumBytes = Annotated[int, Field(gt=0, le=2**44)]  # 16 TiB
@@ -200,7 +203,7 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
         The parsed value.
 
     Raises:
-        DocumentError: any of these, or NaN.
+        DocumentError: any of these, NaN, or an integer that canonical JSON cannot write.
     """
     if len(data) > limit:
         raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{len(data)} bytes")
@@ -210,6 +213,7 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
             data.decode("utf-8"),
             object_pairs_hook=_refuse_duplicates,
             parse_constant=_refuse_constant,
+            parse_int=_parse_integer,
         )
     except (ValueError, RecursionError) as error:
         raise DocumentError(
@@ -253,6 +257,14 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError("a field name appears twice")
         values[name] = value
     return values
+
+
+def _parse_integer(digits: str) -> int:
+    """Return an integer; beyond 2**53 two programs may read different ones, and RFC 8785 cannot write it."""
+    # Digits are counted first, since the time of int() grows with their square.
+    if len(digits) > _MAX_INTEGER_DIGITS or abs(int(digits)) > MAX_INTEGER:
+        raise ValueError(f"an integer of more than {MAX_INTEGER}")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> None:

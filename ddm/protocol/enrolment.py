@@ -6,6 +6,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.address import Address
 from ddm.protocol.base import (
+    MAX_INTEGER,
     Digest,
     Document,
     Epsilon,
@@ -19,7 +20,7 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.federation import FederationDocument
 
-Agreement = Annotated[int, Field(ge=2, lt=2**53)]
+Agreement = Annotated[int, Field(ge=2, le=MAX_INTEGER)]
 # The verifier key of a signed note: name+hash+key.
 LogKeyText = Annotated[
     str, StringConstraints(pattern=r"^[!-*,-~]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/]{44}$")

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ddm.protocol.base import (
+    MAX_INTEGER,
     Delta,
     Digest,
     Epsilon,
@@ -182,7 +183,7 @@ class Submission(FederationDocument):
     # 1, then one more after every refusal.
     sequence: Annotated[int, Field(ge=1, le=10_000)]
     created_at: Time
-    num_units: Annotated[int, Field(ge=2, lt=2**53)]
+    num_units: Annotated[int, Field(ge=2, le=MAX_INTEGER)]
     isolation: Literal["none", "users", "containers"]
     # 4096 is the largest number of coarse clusters, of which each may have an expert.
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=4096)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddm.errors import DocumentError
-from ddm.protocol.base import MAX_DEPTH, check_json, sha256_file, sha256_hex
+from ddm.protocol.base import MAX_DEPTH, MAX_INTEGER, check_json, sha256_file, sha256_hex
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
@@ -49,6 +49,14 @@ def test_document_refuses_more_bytes_than_its_limit() -> None:
     data = to_bytes(plan_document())
     with pytest.raises(DocumentError, check=has_subject("plan")):
         Plan.parse(data, subject="plan", limit=len(data) - 1)
+
+
+def test_document_refuses_an_integer_that_canonical_json_cannot_write() -> None:
+    largest = check_json(str(MAX_INTEGER).encode(), subject="number", limit=100)
+    assert largest == 2**53 - 1
+    for digits in (str(2**53), str(-(2**53)), "1" * 51, "9" * 99):
+        with case(digits=digits), pytest.raises(DocumentError):
+            check_json(digits.encode(), subject="number", limit=100)
 
 
 def test_brackets_inside_strings_do_not_count_as_nesting() -> None:
