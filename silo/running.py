@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import threading
 import time
 from contextlib import ExitStack
 
+from ddm.errors import ArchipelagoError
 from ddm.io.files import write_atomic
 from ddm.system.signals import stop_on_signals
 from ddm.trust.keys import SigningKey
@@ -91,13 +93,25 @@ def run_both(site: Site, key: SigningKey) -> State:
         watch.start()
         try:
             # In one process tree there is no boundary, whoever owns the folders.
-            state = Worker(site, key, Narrator(site), "none", stop).run()
-            # The courier may still be sending its reply to the receipt that ended the work.
-            stop.wait(LINGER_S)
+            worker = Worker(site, key, Narrator(site), "none", stop)
+            state = _run_to_end(worker, stop)
         finally:
             watch.close()
         # After the worker's own end: experts that were approved are in the outbox, whatever became of the courier.
         watch.raise_failure()
+    return state
+
+
+def _run_to_end(worker: Worker, stop: threading.Event) -> State:
+    """Run the worker; the courier has a moment more for its reply to the receipt, or for the code of an error."""
+    try:
+        state = worker.run()
+    except ArchipelagoError:
+        if worker.code:
+            _log.info("the work stopped; the aggregator hears that it needs a person here")
+            stop.wait(LINGER_S)
+        raise
+    stop.wait(LINGER_S)
     return state
 
 

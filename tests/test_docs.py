@@ -28,6 +28,7 @@ from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
 from ddm.transport import messages
 from silo.config import Policy, SiloSettings
+from silo.worker.descriptions import Circumstances
 from silo.worker.state import State
 from silo.worker.status import SiteStatus
 from tests.support.case import case
@@ -176,12 +177,9 @@ def test_commands_page_names_exactly_what_status_prints_for_scripts() -> None:
         "north",
         "/srv/north",
         State(),
-        False,
-        False,
-        None,
-        approved=False,
+        Circumstances(running=False),
+        pause=None,
         note=None,
-        waiting=None,
         audit=None,
     )
     assert re.findall(r"`(\w+)`", row) == list(status.as_json())

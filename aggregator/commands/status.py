@@ -17,6 +17,9 @@ _PAGE = "The page"
 def status(
     fed: FederationArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List every silo, also of many in the same state.")
+    ] = False,
     serve: Annotated[
         bool,
         typer.Option("--serve", help="Serve a live web page until Ctrl-C.", rich_help_panel=_PAGE),
@@ -57,7 +60,7 @@ def status(
     if as_json:
         say(federation_status.model_dump_json(indent=2))
     else:
-        say(status_text(federation_status))
+        say(status_text(federation_status, show_all=show_all))
 
 
 def _serve(federation: Federation, address: str, expose: bool) -> None:

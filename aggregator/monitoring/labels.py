@@ -1,33 +1,18 @@
 """Describes a status in words for the terminal and the live page, and lists what needs the operator's attention."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 from aggregator.monitoring.doctor import NOTICE
-from aggregator.monitoring.silo_status import Arrival, SiloStatus, Standing, SubmissionStatus
+from aggregator.monitoring.silo_status import SiloStatus
+from aggregator.monitoring.standing import STANDINGS, Arrival, Standing, SubmissionStatus, Tone
 from aggregator.monitoring.status import FederationStatus
 from ddm.system.console import human_bytes, human_seconds, table
 
-Tone = Literal["ok", "busy", "idle", "warn", "bad"]
-STANDINGS: Mapping[Standing, tuple[str, Tone]] = {
-    "absent": ("not seen yet", "idle"),
-    "offered": ("has not taken the plan yet", "idle"),
-    "working": ("working", "busy"),
-    "approval": ("awaiting approval", "idle"),
-    "declined": ("refused the plan", "warn"),
-    "leaving": ("gave the plan up", "warn"),
-    "sending": ("sending", "busy"),
-    "silent": ("not responding", "warn"),
-    "arrived": ("being verified", "busy"),
-    "quarantined": ("quarantined: decision needed", "warn"),
-    "refused": ("refused", "bad"),
-    "accepted": ("accepted", "ok"),
-    "carried": ("carried over from an earlier plan", "ok"),
-    "withdrawn": ("withdrawn from this plan", "idle"),
-    "removed": ("removed from the federation", "idle"),
-}
+# Of one standing, in a list that is shortened.
+_MAX_SHOWN = 10
 _VERDICT_TONES: Mapping[str, Tone] = {
     "accepted": "ok",
     "refused": "bad",
@@ -59,9 +44,46 @@ class SiloLabels:
     percent: int
 
 
+@dataclass(frozen=True)
+class SiloGroup:
+    """The silos of one standing, by name.
+
+    Attributes:
+        standing: theirs.
+        silos: all of them.
+        shown: the first of them, or all.
+    """
+
+    standing: Standing
+    silos: tuple[SiloStatus, ...]
+    shown: tuple[SiloStatus, ...]
+
+    @property
+    def num_hidden(self) -> int:
+        """How many are not shown."""
+        return len(self.silos) - len(self.shown)
+
+
+def groups_of(status: FederationStatus, *, show_all: bool) -> list[SiloGroup]:
+    """Group the silos by standing: first those that need a person here, then those that need one at the silo.
+
+    Args:
+        status: of the federation.
+        show_all: show every silo of a group, however many there are.
+    """
+    groups = []
+    for standing in STANDINGS:
+        silos = [silo for silo in status.silos if silo.standing == standing]
+        silos.sort(key=lambda silo: silo.silo_id)
+        if silos:
+            num_shown = len(silos) if show_all else _MAX_SHOWN
+            groups.append(SiloGroup(standing, tuple(silos), tuple(silos[:num_shown])))
+    return groups
+
+
 def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
     """Describe one silo's status in words."""
-    label, tone = STANDINGS[silo.standing]
+    words = STANDINGS[silo.standing]
     arriving = ""
     percent = 0
     if silo.arrival is not None:
@@ -74,9 +96,9 @@ def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
         last_seen = relative_time(silo.last_seen, now)
     return SiloLabels(
         silo=silo,
-        label=label,
-        tone=tone,
-        reported=silo.state.replace("_", " "),
+        label=words.label,
+        tone=words.tone,
+        reported=_reported(silo),
         last_seen=last_seen,
         arriving=arriving,
         percent=percent,
@@ -107,8 +129,13 @@ def _span(length: timedelta) -> str:
     return human_seconds(length.total_seconds())
 
 
-def attention_points(status: FederationStatus) -> Iterator[str]:
-    """Yield what needs the operator's attention, the most urgent first."""
+def attention_points(status: FederationStatus, *, show_all: bool = False) -> Iterator[str]:
+    """Yield what needs the operator's attention, the most urgent first; of many silos alike the first ones only.
+
+    Args:
+        status: of the federation.
+        show_all: name every silo.
+    """
     yield from status.problems
     # While nothing runs, no silo gets an answer, and what follows may be a consequence of that.
     if not status.processes.running and any(not silo.final for silo in status.silos):
@@ -116,29 +143,48 @@ def attention_points(status: FederationStatus) -> Iterator[str]:
     for program in status.processes.programs:
         if status.processes.running and not program.alive:
             yield f"{program.name} has ended; aggregator run restarts it"
-    for silo in status.silos:
-        yield from _silo_attention(silo)
+    for group in groups_of(status, show_all=show_all):
+        yield from _group_attention(group)
     yield from _still_published(status)
-    silent_silos = [silo.silo_id for silo in status.silos if silo.standing == "silent"]
-    if silent_silos:
-        yield f"no answer from {', '.join(silent_silos)}: contact their operators"
     for expiry in status.expiries:
         if expiry.at - status.at < NOTICE:
             verb = "expired" if expiry.at <= status.at else "expires"
             yield f"{expiry.what} {verb} {relative_time(expiry.at, status.at)}"
 
 
-def _silo_attention(silo: SiloStatus) -> Iterator[str]:
-    match silo.standing:
-        case "quarantined":
-            yield f"{silo.silo_id} was quarantined: aggregator quarantine shows why; then aggregator admit or refuse"
-        case "refused":
-            # A silo stands as refused by its last submission (`silo_status.standing`).
-            yield f"{silo.silo_id}: {_answer(silo.submissions[-1])}"
-        case "declined":
-            yield f"{silo.silo_id} refused the plan: ask its operator, whose `silo status` says why"
-        case "leaving":
-            yield f"{silo.silo_id} gave the plan up: aggregator run leaves it out; if only its node says so, ask it"
+def _group_attention(group: SiloGroup) -> Iterator[str]:
+    """Yield what the silos of one standing need from a person: one line, or one for each where their reasons differ."""
+    words = STANDINGS[group.standing]
+    if words.person == "nobody":
+        if group.standing == "leaving":
+            yield (
+                f"{_names(group)} gave the plan up: aggregator run leaves it out; if only its node says so, ask it"
+            )
+        return
+    if group.standing not in ("refused", "blocked"):
+        yield f"{_names(group)}: {words.label}; {words.step}"
+        return
+    for silo in group.shown:
+        reason = f"{words.label} (code {silo.code})"
+        if group.standing == "refused":
+            # A silo stands as refused by its last submission (`standing.decide_standing`).
+            reason = _answer(silo.submissions[-1])
+        yield f"{silo.silo_id}: {reason}; {words.step}"
+    if group.num_hidden:
+        yield f"{group.num_hidden} more silos: {words.label}"
+
+
+def _names(group: SiloGroup) -> str:
+    return _shortened([silo.silo_id for silo in group.silos], len(group.shown))
+
+
+def _shortened(names: Sequence[str], max_shown: int = _MAX_SHOWN) -> str:
+    """Join names; of a long list the first ones, and how many more there are."""
+    text = ", ".join(names[:max_shown])
+    num_hidden = len(names) - max_shown
+    if num_hidden > 0:
+        return f"{text} and {num_hidden} more"
+    return text
 
 
 def _still_published(status: FederationStatus) -> Iterator[str]:
@@ -166,54 +212,95 @@ def _answer(submission: SubmissionStatus) -> str:
     return text
 
 
-def page_values(status: FederationStatus) -> dict[str, Any]:
-    """Return the values of the page's template."""
+def page_values(status: FederationStatus, *, show_all: bool = False) -> dict[str, Any]:
+    """Return the values of the page's template.
+
+    Args:
+        status: of the federation.
+        show_all: show every silo, however many stand alike.
+    """
+    planned_silos = [silo for silo in status.silos if silo.standing != "unnamed"]
+    groups = groups_of(status, show_all=show_all)
     return {
         "status": status,
-        "silos": [labels_of(silo, status.at) for silo in status.silos],
-        "attention": list(attention_points(status)),
-        "num_accepted": sum(silo.standing in ("accepted", "carried") for silo in status.silos),
+        "groups": groups,
+        "labels": {silo.silo_id: labels_of(silo, status.at) for silo in status.silos},
+        "words": STANDINGS,
+        "show_all": show_all,
+        "num_hidden": sum(group.num_hidden for group in groups),
+        "attention": list(attention_points(status, show_all=show_all)),
+        "num_planned": len(planned_silos),
+        "num_accepted": sum(silo.standing in ("accepted", "carried") for silo in planned_silos),
         "verdict_tones": _VERDICT_TONES,
+        "shortened": _shortened,
         "when": lambda at: relative_time(at, status.at),
     }
 
 
-def status_text(status: FederationStatus) -> str:
-    """Format a status for a terminal."""
+def status_text(status: FederationStatus, *, show_all: bool = False) -> str:
+    """Format a status for a terminal.
+
+    Args:
+        status: of the federation.
+        show_all: list every silo, however many stand alike.
+    """
     running = "running" if status.processes.running else "not running"
     lines = [f"{status.federation} at {status.address}, {running}; plan {status.plan_id or 'none'}"]
+    groups = groups_of(status, show_all=show_all)
     rows = []
-    for silo in status.silos:
-        labels = labels_of(silo, status.at)
-        rows.append(
-            (silo.silo_id, labels.label, _reported(labels), labels.last_seen, labels.arriving)
-        )
+    answers = []
+    for group in groups:
+        for silo in group.shown:
+            labels = labels_of(silo, status.at)
+            rows.append(
+                (silo.silo_id, labels.label, labels.reported, labels.last_seen, labels.arriving)
+            )
+            for submission in silo.submissions:
+                answers.append(f"  {silo.silo_id}: {_answer(submission)}")
+        if group.num_hidden:
+            label = STANDINGS[group.standing].label
+            rows.append((f"and {group.num_hidden} more", label, "", "", ""))
     if rows:
+        lines.append(_summary(status))
         lines += ["", table(rows, ("silo", "status", "reports", "last seen", "arriving"))]
-    answers = [
-        f"  {silo.silo_id}: {_answer(submission)}"
-        for silo in status.silos
-        for submission in silo.submissions
-    ]
+    if any(group.num_hidden for group in groups):
+        lines += ["", "Long lists are shortened; --all lists every silo."]
     if answers:
         lines += ["", "Submissions", *answers]
     lines += ["", *_federation_lines(status)]
-    points = list(attention_points(status))
+    points = list(attention_points(status, show_all=show_all))
     if points:
         lines += ["", "Needs attention", *(f"  {text}" for text in points)]
     return "\n".join(lines)
 
 
-def _reported(labels: SiloLabels) -> str:
-    if labels.silo.state == "training":
-        return f"{labels.reported} {labels.silo.progress}%"
-    return labels.reported
+def _summary(status: FederationStatus) -> str:
+    """Count the silos, and those that need a person."""
+    num_silos = len(status.silos)
+    parts = [f"{num_silos} silo" if num_silos == 1 else f"{num_silos} silos"]
+    num_here = sum(silo.person == "aggregator" for silo in status.silos)
+    num_there = sum(silo.person == "silo" for silo in status.silos)
+    if num_here:
+        parts.append(f"{num_here} for you to decide")
+    if num_there:
+        parts.append(f"{num_there} waiting for a person at the silo")
+    return "; ".join(parts)
+
+
+def _reported(silo: SiloStatus) -> str:
+    """Repeat what a silo reported last: its state, how far it is in training, and what keeps it from going on."""
+    text = silo.state.replace("_", " ")
+    if silo.state == "training":
+        text += f" {silo.progress}%"
+    if silo.code:
+        text += f", code {silo.code}"
+    return text
 
 
 def _federation_lines(status: FederationStatus) -> Iterator[str]:
     router = "not trained"
     if status.router is not None:
-        router = f"{status.router.family}, trained on {', '.join(status.router.silos)}"
+        router = f"{status.router.family}, trained on {_shortened(status.router.silos)}"
     yield f"router     {router}"
     release = "none"
     if status.releases:

@@ -90,7 +90,8 @@ def make_app(federation: Federation) -> Starlette:
 
     def show_page(request: Request) -> Response:
         paused = "paused" in request.query_params
-        values: Mapping[str, Any] = page_values(reader.read())
+        show_all = "all" in request.query_params
+        values: Mapping[str, Any] = page_values(reader.read(), show_all=show_all)
         html = render("aggregator", "live.html.jinja", refresh_s=REFRESH_S, paused=paused, **values)
         headers = {}
         if not paused:

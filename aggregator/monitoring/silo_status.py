@@ -10,15 +10,25 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from aggregator.config import Federation
+from aggregator.monitoring.standing import (
+    STANDINGS,
+    Arrival,
+    Departure,
+    Person,
+    Report,
+    Standing,
+    SubmissionStatus,
+    decide_standing,
+)
 from aggregator.runtime.processes import Processes, changed_at
 from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
-from ddm.protocol.base import LocalText, Model, NaturalInt, PositiveInt, SiloId, Time, check_json
+from ddm.protocol.base import Model, SiloId, Time, check_json
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, HeldVerdict, Receipt, RefusedVerdict
 from ddm.trust.envelope import open_sealed
@@ -33,53 +43,7 @@ _MAX_ENTRIES = 1000
 _MAX_STATE = 40
 _MAX_REASONS = 8
 
-Departure = Literal["removed", "withdrawn", "carried"]
-Standing = Literal[
-    "absent",
-    "offered",
-    "working",
-    "approval",
-    "declined",
-    "leaving",
-    "sending",
-    "silent",
-    "arrived",
-    "quarantined",
-    "refused",
-    "accepted",
-    Departure,
-]
-Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
-
-
-class Arrival(Model):
-    """A submission on its way.
-
-    Attributes:
-        sequence: its number.
-        bytes_here: bytes of it on disk.
-        bytes_total: bytes that the silo announced.
-        bytes_per_s: since an earlier reading, else since its first file.
-    """
-
-    sequence: PositiveInt
-    bytes_here: NaturalInt
-    bytes_total: NaturalInt
-    bytes_per_s: Annotated[float, Field(ge=0.0)]
-
-
 EarlierArrival = tuple[datetime, Arrival]
-
-
-class SubmissionStatus(Model):
-    """One submission and its answer, from the signed receipt where there is one."""
-
-    sequence: PositiveInt
-    verdict: Verdict
-    code: NaturalInt | None = None
-    reasons: tuple[LocalText, ...] = ()
-    at: Time | None = None
-    delivered: bool = False
 
 
 class SiloStatus(Model):
@@ -90,6 +54,8 @@ class SiloStatus(Model):
         standing: its status as the aggregator sees it.
         state: the state that it reported last; empty if it never reported one.
         progress: of the training, in percent, as reported.
+        code: 0 while its work goes on, else the exit code of what a person there must remove, as reported.
+        person: who must act before the work goes on.
         last_seen: when it answered last.
         arrival: the submission on its way, if any.
         submissions: those that arrived, the newest last.
@@ -100,6 +66,8 @@ class SiloStatus(Model):
     standing: Standing
     state: Annotated[str, Field(max_length=_MAX_STATE)]
     progress: Annotated[int, Field(ge=0, le=100)]
+    code: Annotated[int, Field(ge=0, le=255)]
+    person: Person
     last_seen: Time | None
     arrival: Arrival | None
     submissions: tuple[SubmissionStatus, ...]
@@ -157,11 +125,10 @@ def read_silo(
     if gone is not None:
         silo_standing = gone
     else:
-        silo_standing = standing(
+        silo_standing = decide_standing(
             submissions,
             arrival,
-            report.state,
-            sequence=report.sequence,
+            report,
             answered=last_seen is not None,
             silent=_is_silent(last_seen, processes, now),
         )
@@ -170,11 +137,30 @@ def read_silo(
         standing=silo_standing,
         state=report.state,
         progress=report.progress,
+        code=report.code,
+        person=STANDINGS[silo_standing].person,
         last_seen=last_seen,
         arrival=arrival,
         submissions=submissions,
         # Intake writes this file with the last answer that a silo gets for the plan.
         final=gone is not None or (folders.receipts / "final").exists(),
+    )
+
+
+def unnamed_silo(silo_id: str) -> SiloStatus:
+    """Return the status of a silo that is enrolled and that the plan in force does not name: nothing is requested."""
+    standing: Standing = "unnamed"
+    return SiloStatus(
+        silo_id=silo_id,
+        standing=standing,
+        state="",
+        progress=0,
+        code=0,
+        person=STANDINGS[standing].person,
+        last_seen=None,
+        arrival=None,
+        submissions=(),
+        final=True,
     )
 
 
@@ -195,69 +181,7 @@ def _is_silent(last_seen: datetime | None, processes: Processes, now: datetime) 
     return now - waiting_since > SILENT_AFTER
 
 
-def standing(
-    submissions: tuple[SubmissionStatus, ...],
-    arrival: Arrival | None,
-    state: str,
-    *,
-    sequence: int = 0,
-    answered: bool,
-    silent: bool,
-) -> Standing:
-    """Return a silo's standing: first what needs a person, then what is going on, then what is over.
-
-    Args:
-        submissions: those that arrived.
-        arrival: the one on its way.
-        state: reported last.
-        sequence: of the submission that the silo reported to be at.
-        answered: whether it ever answered.
-        silent: whether it did not answer lately.
-    """
-    last = submissions[-1].verdict if submissions else None
-    # These are over, whatever the silo reports: its report may be older than the receipt.
-    if last in ("accepted", "withdrawn"):
-        return last
-    # The courier's word, which changes nothing: intake acts on the leave that the silo signed (docs/adr/0043).
-    if state == "withdrawn":
-        return "leaving"
-    if any(submission.verdict == "quarantined" for submission in submissions):
-        return "quarantined"
-    if not answered:
-        return "absent"
-    # A report of a silo that has been silent since says nothing about now.
-    if silent:
-        return "silent"
-    if arrival is not None:
-        return "sending"
-    # After a refusal, a silo that works on its next submission reports a higher number.
-    if last == "arrived" or (last == "refused" and sequence <= submissions[-1].sequence):
-        return last
-    if state == "plan_refused":
-        return "declined"
-    if state == "waiting":
-        return "offered"
-    if state == "awaiting_approval":
-        return "approval"
-    return "working"
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a silo reported last, as far as it can be read.
-
-    Attributes:
-        state: of its work; empty where it reported none.
-        progress: of the training, in percent.
-        sequence: of the submission that it is at; 0 where it reported none.
-    """
-
-    state: str
-    progress: int
-    sequence: int
-
-
-def _read_report(path: Path) -> _Report:
+def _read_report(path: Path) -> Report:
     # The silo controls the values and their types. A JSON boolean is an int in Python, hence the comparison of types.
     values = _read_object(path)
     progress = values.get("progress")
@@ -266,7 +190,10 @@ def _read_report(path: Path) -> _Report:
     sequence = values.get("sequence")
     if type(sequence) is not int:
         sequence = 0
-    return _Report(str(values.get("state", ""))[:_MAX_STATE], progress, sequence)
+    code = values.get("code")
+    if type(code) is not int or not 0 <= code <= 255:
+        code = 0
+    return Report(str(values.get("state", ""))[:_MAX_STATE], progress, sequence, code)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

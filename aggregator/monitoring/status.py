@@ -13,9 +13,10 @@ from cryptography import x509
 from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.membership.registry import member_cards, read_removals
+from aggregator.membership.registry import member_cards, read_cards, read_removals
 from aggregator.membership.withdrawal import withdrawn_silos
-from aggregator.monitoring.silo_status import Departure, EarlierArrival, SiloStatus, read_silo
+from aggregator.monitoring.silo_status import EarlierArrival, SiloStatus, read_silo, unnamed_silo
+from aggregator.monitoring.standing import Departure
 from aggregator.runtime.processes import Processes, read_processes
 from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
@@ -76,7 +77,7 @@ class FederationStatus(Document):
         at: when this was gathered.
         plan_id: the current plan; None if none is signed, or if it cannot be read: see `problems`.
         processes: programs started by `aggregator run`.
-        silos: the status of each silo of the plan.
+        silos: the status of each silo of the plan, then of each that is enrolled and not named by it.
         router: the plan's router, once it is trained.
         releases: published versions, the newest first, at most 20.
         disk_free_bytes: free on the federation's disk.
@@ -134,6 +135,7 @@ def read_status(
     if plan is not None:
         silos = _silos(federation, plan, processes, now, earlier, problems)
         router = _router(federation, plan, problems)
+    silos += _unnamed_silos(federation, plan, problems)
     disk = shutil.disk_usage(federation.path)
     expiries = sorted(_expiries(federation, plan, problems), key=lambda expiry: expiry.at)
     return FederationStatus(
@@ -186,6 +188,21 @@ def _silos(
         )
         for silo_id in plan.members
     )
+
+
+def _unnamed_silos(
+    federation: Federation,
+    plan: Plan | None,
+    problems: list[str],
+) -> tuple[SiloStatus, ...]:
+    """Return the enrolled silos that the plan does not name, as one enrolled after the plan was signed."""
+    named = plan.members if plan else ()
+    try:
+        cards = read_cards(federation)
+    except ArchipelagoError as error:
+        problems.append(_short(error))
+        return ()
+    return tuple(unnamed_silo(silo_id) for silo_id in cards if silo_id not in named)
 
 
 def _departures(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Departure]:

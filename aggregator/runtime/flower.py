@@ -10,7 +10,7 @@ loopback that changes with every start.
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -88,6 +88,7 @@ class FlowerRuntime:
         self._port = port
         self._nginx = nginx
         self._settings = settings
+        self._nodes = dict(settings.nodes)
         self._public = (address_to_connect(host), port)
         self._superlink = self._public
         self._beside = tuple(beside)
@@ -240,8 +241,20 @@ class FlowerRuntime:
         self._submitted_at = time.monotonic()
         self._check_run_at = self._submitted_at + _CHECK_RUN_S
         # A new database knows none of them.
-        self._flwr.register(self._settings.nodes)
+        self._flwr.register(self._nodes)
         self._run_ids.append(self._flwr.submit(self._settings.plan_id))
+
+    def register(self, nodes: Mapping[str, str]) -> None:
+        """Let more nodes connect; the run at work sends them nothing.
+
+        Args:
+            nodes: silo id to OpenSSH public key.
+
+        Raises:
+            TransportError: the SuperLink does not take one.
+        """
+        self._nodes.update(nodes)
+        self._flwr.register(nodes)
 
     @property
     def finished(self) -> bool:

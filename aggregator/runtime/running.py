@@ -4,8 +4,10 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Protocol
 
 from aggregator.config import Federation
 from aggregator.intake.attempts import MAX_ATTEMPTS_OF_SILO
@@ -13,9 +15,9 @@ from aggregator.intake.limits import bytes_to_come, submission_bytes
 from aggregator.membership.registry import active_cards, read_cards
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
-from aggregator.transfer.receipts_folder import has_undelivered_receipts, is_plan_finished
+from aggregator.transfer.receipts_folder import is_plan_finished
 from aggregator.transfer.settings import RunSettings
-from ddm.errors import DocumentError, SetupError
+from ddm.errors import ArchipelagoError, DocumentError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.locks import locked
 from ddm.io.space import check_writable, require_free_space
@@ -75,12 +77,12 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         settings.host,
         settings.port,
     )
-    receipts_only = _receipts_only(federation, plan)
-    reached_silos = silos_now | receipts_only
+    others = _other_silos(federation, plan)
+    reached_silos = silos_now | others
     run_settings = RunSettings(
         plan_id=plan.plan_id,
         nodes={silo_id: card.node_key for silo_id, card in reached_silos.items()},
-        receipts_only=tuple(sorted(receipts_only)),
+        receipts_only=tuple(sorted(others)),
         shard_bytes=settings.shard_bytes,
         max_submission_bytes=submission_bytes(plan),
     )
@@ -97,6 +99,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         # Before signals act again: a second Ctrl-C changes nothing.
         stack.callback(runtime.stop)
         restart_news = RestartNews(runtime)
+        newcomers = Newcomers(federation, plan, runtime)
         while not (runtime.finished or _all_done(federation, plan)):
             if stop.wait(CHECK_S):
                 raise KeyboardInterrupt
@@ -105,6 +108,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
             with suppress(OSError):
                 info = json.dumps(runtime.info()).encode()
                 write_atomic(federation.path / "flower" / "info.json", info)
+            newcomers.let_in()
             for news in (silo_news, intake_news, restart_news):
                 news.log_new()
         # The last verdict is logged just before the last receipt, which ends the loop.
@@ -112,13 +116,16 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     return plan
 
 
-def _receipts_only(federation: Federation, plan: Plan) -> dict[str, Card]:
-    """Return the cards of silos that do not train for the plan, and do not know yet how an earlier one ended."""
+def _other_silos(federation: Federation, plan: Plan) -> dict[str, Card]:
+    """Return the cards of silos that the plan does not name.
+
+    They get receipts for earlier plans, and may stay connected until a plan names them: turned away, they would look
+    for a fault in their keys.
+    """
     return {
         silo_id: card
         for silo_id, card in read_cards(federation).items()
         if silo_id not in plan.silos
-        and has_undelivered_receipts(federation.path, plan.plan_id, silo_id)
     }
 
 
@@ -185,6 +192,46 @@ def _intake_logging() -> LogOptions:
     return LogOptions(options.verbose, as_json=options.verbose or options.as_json)
 
 
+class NodeRegistrar(Protocol):
+    """Flower's programs, as far as they take node keys."""
+
+    def register(self, nodes: Mapping[str, str]) -> None:
+        """Let nodes connect, by silo id and OpenSSH public key."""
+
+
+class Newcomers:
+    """Lets silos connect that were enrolled since the run began, although no message is for them before a plan is.
+
+    Args:
+        federation: the operator's folder.
+        plan: the plan in force.
+        registrar: takes their node keys.
+    """
+
+    def __init__(self, federation: Federation, plan: Plan, registrar: NodeRegistrar) -> None:
+        self._federation = federation
+        self._plan = plan
+        self._registrar = registrar
+        self._seen_files = self._card_files()
+
+    def let_in(self) -> None:
+        """Register the nodes of new cards; a card that fails is tried again with the next run."""
+        files = self._card_files()
+        if files == self._seen_files:
+            return
+        self._seen_files = files
+        try:
+            cards = _other_silos(self._federation, self._plan)
+            self._registrar.register({silo_id: card.node_key for silo_id, card in cards.items()})
+        except ArchipelagoError as error:
+            _log.warning("a silo that was enrolled just now cannot connect yet: %s", error)
+            return
+        _log.info("enrolled and not named by this plan: %s", ", ".join(cards) or "none")
+
+    def _card_files(self) -> frozenset[str]:
+        return frozenset(path.name for path in self._federation.registry.glob("*.json"))
+
+
 class SiloNews:
     """Logs what silos report, each piece of news once."""
 
@@ -207,10 +254,13 @@ class SiloNews:
             status = check_json(path.read_bytes(), subject="status", limit=65536)
         except (FileNotFoundError, DocumentError):
             return ""
-        state = str(status.get("state", ""))
-        if state == "training":
-            return f"{state} {status.get('progress')}%"
-        return state
+        news = str(status.get("state", ""))
+        if news == "training":
+            news += f" {status.get('progress')}%"
+        code = status.get("code")
+        if code:
+            news += f", needs a person there (code {code})"
+        return news
 
 
 class RestartNews:

@@ -126,7 +126,7 @@ class SiloDelivery:
         silo_id: the silo to which the node's key is registered.
         index: the bundle's index.
         limits: bounds on messages and submissions.
-        takes_part: whether it trains for the plan; False for one that only gets receipts for earlier plans.
+        takes_part: whether the plan names it; another one only gets receipts for earlier plans.
         clock: seconds that only go forward.
     """
 

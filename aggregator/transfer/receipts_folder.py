@@ -80,11 +80,6 @@ def earlier_plans(fed: Path, plan_id: str) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name != plan_id)
 
 
-def has_undelivered_receipts(fed: Path, plan_id: str, silo_id: str) -> bool:
-    """Whether a receipt for an earlier plan did not reach a silo."""
-    return any(undelivered_receipts(plan / silo_id) for plan in earlier_plans(fed, plan_id))
-
-
 def undelivered_receipts(receipts: Path) -> list[int]:
     """List the submissions whose receipt did not reach the silo."""
     signed = sequence_numbers(receipts, ".json")

@@ -15,7 +15,7 @@ class RunSettings(Model):
     Attributes:
         plan_id: the plan.
         nodes: silo id to OpenSSH public key of its node.
-        receipts_only: of these, the silos that do not train for the plan, and have not heard the end of an earlier one.
+        receipts_only: of these, the silos that the plan does not name: they get receipts for earlier plans alone.
         shard_bytes: most bytes in one message.
         max_submission_bytes: most bytes of one submission.
         wait_s: for how long a silo without news may hold back its answer.

@@ -116,6 +116,17 @@ def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[in
     return code if isinstance(code, int) else 0
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with this error; 1, as for a bug, where no other is documented."""
+    if isinstance(error, ArchipelagoError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, OSError):
+        return EXIT_OS
+    return ArchipelagoError.exit_code
+
+
 def fail(error: ArchipelagoError) -> int:
     """Show an error as what was expected, found and to be done; return its exit code."""
     if LogOptions.from_environment().as_json:

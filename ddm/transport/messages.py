@@ -75,17 +75,26 @@ Spans = Annotated[tuple[Span, ...], Field(max_length=MAX_SPANS)]
 
 
 class Status(Model):
-    """What the worker reports in `outbox/status.json`; `sequence` counts submissions, 0 before the first."""
+    """What the worker reports in `outbox/status.json`.
+
+    Attributes:
+        state: of the work on the plan.
+        progress: of the training, in percent.
+        sequence: counts submissions; 0 before the first.
+        code: 0 while the work goes on. Else a person at the silo must act first, and this is the exit code of the
+            error that the worker ended with or waits on: the number, and nothing else of it.
+    """
 
     state: SiloState = "waiting"
     progress: Annotated[int, Field(ge=0, le=100)] = 0
     sequence: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    code: Code = 0
 
 
 class StatusFile(Status):
-    """`outbox/status.json` as the worker writes it."""
+    """`outbox/status.json` as the worker writes it; without a plan before the first one was taken."""
 
-    plan_id: PlanId
+    plan_id: PlanId | None
 
 
 def truncate_spans(spans: Iterable[Span], max_bytes: int) -> tuple[Span, ...]:

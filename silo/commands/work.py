@@ -58,6 +58,7 @@ def run(
         state = running.run_both(opened_site, key)
     silo_id = opened_site.settings().silo_id
     say(f"[{silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}.")
+    say(f"To wait for the next plan: silo run {site}")
 
 
 def status(
@@ -83,7 +84,7 @@ def pause(site: SiteArgument) -> None:
     request = request_pause(opened_site)
     say(f"Paused since {request.since}.")
     # The request is a file that the worker looks for, so that a worker which starts later obeys it as well.
-    if read_status(opened_site).running:
+    if read_status(opened_site).circumstances.running:
         say("The worker stops at its next step: see `silo status`.")
     say("The courier stays connected; the aggregator sees the state alone.")
     say(f"To go on where it stopped: silo resume {site}")
@@ -97,10 +98,10 @@ def resume(site: SiteArgument) -> None:
     opened_site = Site(site).require()
     if not remove_pause(opened_site):
         say("This site is not paused.")
-    elif read_status(opened_site).running:
+    elif read_status(opened_site).circumstances.running:
         say("Resumed: the worker goes on.")
     else:
-        say(f"Resumed. No worker is at work: silo run {site}")
+        say(f"Resumed. No worker is running: silo run {site}")
 
 
 def review(
@@ -260,6 +261,7 @@ def waive(
     from ddm.protocol.base import now_utc
     from ddm.protocol.submission import Waiver
     from silo.plan.waiver import parse_end, write_waiver
+    from silo.worker.status import read_status
 
     opened_site = Site(site).require()
     # A waiver is for one plan: it must not carry over to experts that nobody had in mind (docs/adr/0051).
@@ -280,7 +282,10 @@ def waive(
     say(
         f"Waived an inconclusive audit for plan {waived_digest[:16]}… until {until_time}, in policy.toml."
     )
-    say(f"The worker reads it when it starts: silo run {site}")
+    if read_status(opened_site).circumstances.blocked:
+        say("The worker was waiting for it, and goes on.")
+    else:
+        say(f"The worker reads it when it starts: silo run {site}")
 
 
 def _plan_to_waive(site: Site, plan_digest: str | None) -> str:

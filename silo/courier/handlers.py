@@ -161,8 +161,9 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
         status = read_status(query.plan_id, limits)
         sequence = newest_sequence(query.plan_id, limits)
         now = time.monotonic()
-        known = (query.known.state, query.known.sequence)
-        has_new_state = (status.state, status.sequence) != known
+        # All but the progress, which changes at every step.
+        known = query.known.model_copy(update={"progress": status.progress})
+        has_new_state = status != known
         has_settled_state = has_new_state and now >= settled_at
         has_submission = sequence > query.received
         if has_submission or has_settled_state or now >= deadline:
@@ -197,10 +198,10 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
         raise DocumentError(
             "status.json", expected="a valid status", got="a document of another form"
         ) from None
-    # What this site does for another plan is no news of the one that was asked about.
+    # What this site does for another plan is no news of the one that was asked about, except that it needs a person.
     if status.plan_id != plan_id:
-        return Status()
-    return Status(state=status.state, progress=status.progress, sequence=status.sequence)
+        return Status(code=status.code)
+    return Status.model_validate(status.model_dump(exclude={"plan_id"}))
 
 
 def read_leave(plan_id: str, limits: SiteLimits) -> str | None:

@@ -51,13 +51,11 @@ class ReceiptNotice:
         event: of the plan's life.
         changes: other fields of the state that change with it.
         problem: what a person must know of it, if anything.
-        ends_work: whether that ends the worker: the work on the plan was for nothing.
     """
 
     event: Event
     changes: Mapping[str, bool]
     problem: SubmissionRefusedError | None
-    ends_work: bool
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,10 @@ class ReceiptReader:
         if answer is None:
             return None
         problem = self._problem_of(answer, state, accepted)
-        ends_work = problem is not None and state.state in AT_WORK
         if state.state == "withdrawn":
             # The site withdrew of its own accord, so that the notice only confirms it.
             problem = None
-        return ReceiptNotice(answer.event, _CHANGES.get(answer.event, {}), problem, ends_work)
+        return ReceiptNotice(answer.event, _CHANGES.get(answer.event, {}), problem)
 
     def _problem_of(
         self, answer: _Answer, state: State, accepted: AcceptedPlan
@@ -127,8 +124,8 @@ class ReceiptReader:
                 f"plan {state.plan_id}",
                 expected="this silo to take part",
                 got=f"a notice that the aggregator withdrew this silo: {answer.reason}",
-                remedy="Later releases leave this silo's experts out; earlier ones keep them. Keep `silo run` running: "
-                "a new plan may name it.",
+                remedy="Later releases leave this silo's experts out; earlier ones keep them. A later plan may "
+                "name it again: `silo run` waits for one.",
             )
         return None
 

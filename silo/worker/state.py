@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from ddm.errors import DocumentError
-from ddm.io.files import write_atomic, write_for_group
+from ddm.errors import ArchipelagoError, DocumentError
+from ddm.io.files import read_bounded, write_atomic, write_for_group
 from ddm.protocol.base import Digest, Document, NaturalInt, PlanId, ShortText
 from ddm.transport.messages import SiloState, StatusFile
 from silo.config import Site
@@ -14,6 +14,7 @@ from silo.plan.succession import find_successor
 from silo.worker.life import AT_WORK, Event, next_state
 
 StateName = SiloState
+_MAX_STATUS_BYTES = 4096
 
 
 class Problem(Document):
@@ -108,16 +109,37 @@ def save_state(path: Path, state: State) -> State:
     return state
 
 
-def write_courier_status(site: Site, state: State) -> None:
-    """Write what the aggregator may know of a state, for the courier to send; nothing before the first plan."""
-    if state.plan_id is None:
-        return
+def write_courier_status(site: Site, state: State, code: int = 0) -> None:
+    """Write what the aggregator may know, for the courier to send.
+
+    Args:
+        site: the silo's folder.
+        state: of the work.
+        code: why the work does not go on before a person acts here, see `ddm.transport.messages.Status`.
+    """
     # Steps of training alone are counted in the state on disk: they are the plan's, and reveal nothing of the images.
     percent = 0
     if state.num_steps:
         percent = 100 * state.step // state.num_steps
     status = StatusFile(
-        plan_id=state.plan_id, state=state.state, progress=percent, sequence=state.sequence
+        plan_id=state.plan_id,
+        state=state.state,
+        progress=percent,
+        sequence=state.sequence,
+        code=code,
     )
     # The courier may run as another user, and reads this through the group.
-    write_for_group(site.outbox / "status.json", status.model_dump_json().encode())
+    write_for_group(_courier_status_path(site), status.model_dump_json().encode())
+
+
+def reported_code(site: Site) -> int:
+    """Return the code that the worker reported last; 0 where the work goes on, or nothing can be read."""
+    try:
+        data = read_bounded(_courier_status_path(site), _MAX_STATUS_BYTES)
+        return StatusFile.model_validate_json(data).code
+    except (ArchipelagoError, ValidationError):
+        return 0
+
+
+def _courier_status_path(site: Site) -> Path:
+    return site.outbox / "status.json"

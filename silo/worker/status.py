@@ -9,12 +9,12 @@ from ddm.protocol.base import now_utc
 from ddm.system.console import human_seconds
 from silo.audit.document import read_report
 from silo.config import AUDIT_REPORT, Site
-from silo.plan.consent import WaitingPlan, read_waiting
+from silo.plan.consent import is_accepted, read_waiting
 from silo.worker.approval import approval_path
-from silo.worker.descriptions import state_lines
+from silo.worker.descriptions import Circumstances, Outlook, describe_site, outlook_lines
 from silo.worker.pause import Pause, is_halted, present_pause
 from silo.worker.progress import NOTE_S, ProgressNote, read_note
-from silo.worker.state import State, StateName, present_state
+from silo.worker.state import State, StateName, present_state, reported_code
 
 _OLD_S = 15 * NOTE_S  # a note of a step that takes longer is not of now
 _WORK: tuple[StateName, ...] = (
@@ -64,49 +64,30 @@ class SiteStatus:
         silo_id: this silo.
         folder: the site's, as it was named.
         state: of the work.
-        running: whether a worker is at work.
-        halted: whether it has stopped for a pause.
+        circumstances: what decides about the next step besides the state.
         pause: that is in force.
-        approved: whether a person's approval waits for the worker.
         note: of the present stage; None where there is no fresh one.
-        waiting: a plan that waits for a person.
         audit: what the leak audit of the plan in work found: its verdict and the reason; None before it did.
     """
 
     silo_id: str
     folder: str
     state: State
-    running: bool
-    halted: bool
+    circumstances: Circumstances
     pause: Pause | None
-    approved: bool
     note: ProgressNote | None
-    waiting: WaitingPlan | None
     audit: tuple[str, str] | None
 
     @property
-    def next_command(self) -> str | None:
-        """What the operator types next; None where the work goes on by itself."""
-        folder = self.folder
-        if self.pause is not None:
-            return f"silo resume {folder}"
-        # Before the work goes on, a person accepts the plan, then approves its draft.
-        if self.waiting:
-            return f"silo accept {folder} --digest {self.waiting.plan_digest}"
-        if self.state.state == "awaiting_approval" and not self.approved:
-            return f"silo review {folder}"
-        if self.running:
-            return None
-        return f"silo run {folder}"
+    def outlook(self) -> Outlook:
+        """What is happening, what it needs, from whom, and what the operator types next."""
+        return describe_site(self.state, self.circumstances, self.folder)
 
     @property
-    def _next_words(self) -> str | None:
-        """What comes next, where the state alone does not determine it."""
-        if self.pause is not None:
-            return f"to go on where it stopped: silo resume {self.folder}"
-        if self.approved and self.state.state == "awaiting_approval":
-            return f"approved; it leaves while `silo run {self.folder}` runs"
-        return None
+    def next_command(self) -> str | None:
+        """What the operator types next; None where there is nothing to type."""
+        commands = self.outlook.commands
+        return commands[0] if commands else None
 
     def as_json(self) -> dict[str, object]:
         """Return everything for scripts: the state's own fields, and what else is known here."""
@@ -120,12 +101,16 @@ class SiteStatus:
         if self.audit is not None:
             verdict, reason = self.audit
             audit = {"verdict": verdict, "reason": reason}
+        outlook = self.outlook
         return self.state.model_dump(mode="json", exclude={"format"}) | {
-            "running": self.running,
-            "halted": self.halted,
+            "running": self.circumstances.running,
+            "halted": self.circumstances.stopped_for_pause,
             "paused": pause,
             "progress": progress,
             "audit": audit,
+            "now": outlook.now,
+            "needs": outlook.needs,
+            "person": outlook.person,
             "next": self.next_command,
         }
 
@@ -136,20 +121,8 @@ class SiteStatus:
         if state.plan_id:
             heading += f", plan {state.plan_id}"
         lines = [heading]
-        if self.pause:
-            verb = "paused since"
-            if self.running and not self.halted:
-                verb = "stops at its next step, asked"
-            lines.append(f"  {verb} {self.pause.since}")
         lines += self._work_lines()
-        if self.waiting:
-            lines.append(
-                f"  plan {self.waiting.plan_id} waits for a person; it brings {self.waiting.in_words}:"
-            )
-            lines.append(f"    silo accept {self.folder} --digest {self.waiting.plan_digest}")
-        if not self.running and not self.pause:
-            lines.append("  no worker is at work")
-        lines += state_lines(state, self.folder, self._next_words)
+        lines += outlook_lines(self.outlook, state, self.circumstances)
         return "\n".join(lines)
 
     def _work_lines(self) -> list[str]:
@@ -184,16 +157,26 @@ def read_status(site: Site) -> SiteStatus:
     state = present_state(site)
     # A lock says who is at work: the system releases it however a process ends, so that none is left behind.
     running = is_locked(site.private, "worker")
+    pause = present_pause(site)
+    waiting_plan = read_waiting(site)
+    # Accepted meanwhile: the worker takes it with its next look.
+    if waiting_plan is not None and is_accepted(site, waiting_plan.plan_digest):
+        waiting_plan = None
+    circumstances = Circumstances(
+        running=running,
+        blocked=running and reported_code(site) != 0,
+        pause=pause.since if pause else None,
+        stopped_for_pause=is_halted(site),
+        approved=approval_path(site).exists(),
+        waiting_plan=waiting_plan,
+    )
     return SiteStatus(
         silo_id=site.settings().silo_id,
         folder=str(site.path),
         state=state,
-        running=running,
-        halted=is_halted(site),
-        pause=present_pause(site),
-        approved=approval_path(site).exists(),
+        circumstances=circumstances,
+        pause=pause,
         note=_present_note(site, state) if running else None,
-        waiting=read_waiting(site),
         audit=_audit(site, state),
     )
 

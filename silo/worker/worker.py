@@ -4,22 +4,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ddm.errors import ArchipelagoError, BusyError
+from ddm.errors import ApprovalError, ArchipelagoError, AuditError, BusyError, SetupError
 from ddm.io.locks import locked
 from ddm.protocol.base import MAX_TEXT, now_utc
 from ddm.protocol.statistics import StatisticKind
 from ddm.statistics.of_plan import statistics_of
+from ddm.system.console import exit_code_of
 from ddm.system.escape import escape_control
 from ddm.training.loop import Progress
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.trust.keys import SigningKey
-from silo.config import Isolation, Site
+from silo.config import Isolation, Policy, Site
 from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
@@ -85,6 +86,11 @@ class Worker:
         on_change: called with every state entered and every report of progress.
         isolation: what separates the courier from the data; stated in the submission.
         stopping: stops the worker once it is set.
+        on_wait: called again and again while the work waits for a file, from the courier or from a person. Without it
+            nobody is there to bring a waiver, and an inconclusive audit without one ends the work.
+
+    Attributes:
+        code: as the aggregator hears it, see `ddm.transport.messages.Status`.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Worker:
         on_change: Callable[[State], None],
         isolation: Isolation = "none",
         stopping: threading.Event | None = None,
+        on_wait: Callable[[State], None] | None = None,
     ) -> None:
         self.site = site
         self.isolation = isolation
@@ -102,7 +109,11 @@ class Worker:
         self.policy = site.policy()
         self.on_change = on_change
         self.stopping = stopping or threading.Event()
+        self.on_wait = on_wait
         self.state = load_state(state_path(site.private))
+        self.code = 0
+        # Set while the work waits until policy.toml has another waiver.
+        self._awaits_waiver = False
         self._refused_bundles: set[BundleVersion] = set()
         # Plans that wait for a person: the digest of each, which `silo accept` names.
         self._unaccepted_plans: dict[BundleVersion, str] = {}
@@ -127,25 +138,47 @@ class Worker:
             KeyboardInterrupt: the worker was asked to stop; everything done so far is on disk.
         """
         torch.set_num_threads(self.settings.threads)
+        # Inside the lock: only the worker that has it may say what becomes of the work.
         with locked(self.site.private, "worker"):
-            check_folders(self.site)
-            self.begin()
-            while True:
-                state_before = self.state
-                self._step_once()
-                if self.state.state == "accepted" and state_before.state != "accepted":
-                    return self.state
-                if self.stopping.is_set():
-                    raise KeyboardInterrupt
-                # Nothing happened: the worker waits for a file, from the courier or from a person.
-                if self.state == state_before:
-                    self.stopping.wait(self.settings.poll_s)
+            try:
+                return self._run_to_acceptance()
+            except BaseException as error:
+                self._report_end(error)
+                raise
+
+    def _run_to_acceptance(self) -> State:
+        check_folders(self.site)
+        self.begin()
+        while True:
+            state_before = self.state
+            self._step_once()
+            if self.state.state == "accepted" and state_before.state != "accepted":
+                return self.state
+            if self.stopping.is_set():
+                raise KeyboardInterrupt
+            # Nothing happened: the worker waits for a file, from the courier or from a person.
+            if self.state == state_before:
+                if self.on_wait is not None:
+                    self.on_wait(self.state)
+                self.stopping.wait(self.settings.poll_s)
+
+    def _report_end(self, error: BaseException) -> None:
+        """Tell the aggregator that the work ended here: the exit code, and nothing else of the error."""
+        # A full disk, on which the number cannot be written either, must not hide the error.
+        with suppress(OSError):
+            self._report_code(exit_code_of(error))
 
     def _step_once(self) -> None:
         """Wait while the site is paused, then perform one step; a pause that begins meanwhile interrupts it."""
         try:
             self._stop_signal.wait_while_paused(self.settings.poll_s)
             self.step()
+        except AuditError as error:
+            self.keep_problem(error)
+            if self.on_wait is None:
+                raise
+            self._awaits_waiver = True
+            self._report_code(error.exit_code)
         except ArchipelagoError as error:
             self.keep_problem(error)
             raise
@@ -192,10 +225,33 @@ class Worker:
         perform_step = steps.get(self.state.state)
         try:
             self._check_in_force()
-            if perform_step is not None:
+            if perform_step is not None and not self._waits_for_waiver():
                 perform_step()
         except _SupersededError as error:
             self._advance("succession", successor=error.plan_id)
+
+    def _waits_for_waiver(self) -> bool:
+        """Whether the work waits for a waiver; a policy.toml that has changed takes effect, as at a new start."""
+        if not self._awaits_waiver:
+            return False
+        try:
+            policy = self.site.policy()
+        except SetupError:
+            # Somebody is still writing it.
+            return True
+        if policy == self.policy:
+            return True
+        self._adopt_policy(policy)
+        self._awaits_waiver = False
+        self.state = self.state.model_copy(update={"problem": None})
+        self._report_code(0)
+        return False
+
+    def _adopt_policy(self, policy: Policy) -> None:
+        # The log first: nothing takes effect that no record names.
+        self._decisions.notice_policy(policy)
+        self.policy = policy
+        self._receipts = ReceiptReader(self.site, policy)
 
     def _check_in_force(self) -> None:
         """Stop before anything is spent on a plan that was superseded.
@@ -240,8 +296,12 @@ class Worker:
                 self._begin_plan(accepted)
                 return
             self._unaccepted_plans[bundle] = accepted.digest
+            self._report_code(ApprovalError.exit_code)
             _log.warning(
-                "plan %s waits for a person: silo accept SITE --digest %s", plan_id, accepted.digest
+                "plan %s waits for a person: silo accept %s --digest %s",
+                plan_id,
+                self.site.path,
+                accepted.digest,
             )
 
     def _waits_for_person(self, bundle: BundleVersion) -> bool:
@@ -422,7 +482,7 @@ class Worker:
         """Enter the state to which a new receipt leads; False where there is none.
 
         Raises:
-            SubmissionRefusedError: it refused the submission, or left this silo out before it accepted one.
+            SubmissionRefusedError: it refused the submission.
         """
         notice = self._receipts.read(self.state)
         if notice is None:
@@ -432,7 +492,8 @@ class Worker:
             problem = _problem_of(notice.problem)
         # The state is on disk before the error is raised, so that a restart does not hear the same receipt again.
         self._advance(notice.event, **notice.changes, problem=problem)
-        if notice.problem is not None and notice.ends_work:
+        # A silo that was left out has nothing to correct, and waits for the next plan.
+        if notice.problem is not None and notice.event == "refusal":
             raise notice.problem
         return True
 
@@ -501,12 +562,19 @@ class Worker:
 
     def _enter(self, state: State) -> None:
         self.state = save_state(state_path(self.site.private), state)
+        self._awaits_waiver = False
+        self.code = 0
         self._announce()
 
     def _announce(self) -> None:
         """Report the state to the courier, through the outbox, and to `on_change`."""
-        write_courier_status(self.site, self.state)
+        write_courier_status(self.site, self.state, self.code)
         self.on_change(self.state)
+
+    def _report_code(self, code: int) -> None:
+        """Report whether a person here must act before the work goes on."""
+        self.code = code
+        write_courier_status(self.site, self.state, code)
 
     def keep_problem(self, error: ArchipelagoError) -> None:
         """Save why the work stopped, unless the state came with its own reason."""

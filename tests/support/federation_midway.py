@@ -48,9 +48,15 @@ class AggregatorStandIn:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def report(self, silo_id: str, state: str, progress: int = 0) -> None:
-        """The silo answers."""
-        status = {"state": state, "progress": progress, "sequence": 0}
+    def report(
+        self,
+        silo_id: str,
+        state: str,
+        progress: int = 0,
+        code: object = 0,
+    ) -> None:
+        """The silo answers; `code` says that it needs a person, or is rubbish."""
+        status = {"state": state, "progress": progress, "sequence": 0, "code": code}
         write_atomic(self.incoming(silo_id) / "status.json", json.dumps(status).encode())
         (self.incoming(silo_id) / "seen").touch()
 

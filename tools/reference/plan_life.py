@@ -1,15 +1,28 @@
 """The page docs/reference/plan-life.md: every state and every event of a plan's life, with what both sides say."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from aggregator.monitoring.labels import STANDINGS
-from aggregator.monitoring.silo_status import SubmissionStatus, Verdict, standing
+from aggregator.monitoring.standing import (
+    STANDINGS,
+    Report,
+    Standing,
+    StandingWords,
+    SubmissionStatus,
+    Verdict,
+    decide_standing,
+)
+from ddm.errors import AuditError, DataError
+from ddm.system.console import EXIT_INTERRUPTED
 from ddm.transport.messages import SiloState
-from silo.worker.descriptions import describe_next_step, describe_state
-from silo.worker.life import EVENTS, STATES, TRANSITIONS, Event
-from silo.worker.state import State
+from silo.worker.descriptions import Circumstances, Outlook, describe_site
+from silo.worker.life import AT_WORK, EVENTS, STATES, TRANSITIONS, Event
+from silo.worker.state import Problem, State
 from silo.worker.withdrawal import describe_consequences
 
+# Where an audit without a waiver stops the work.
+_GATED = ("plan_accepted", "auditing", "released")
 _HEAD = """# A plan's life
 
 What becomes of a plan at one silo, as [silo/worker/life.py](../../silo/worker/life.py) has it; `make docs` writes this
@@ -18,8 +31,17 @@ command that would need it ends with exit code 34 and says in which states it wo
 
 ## States
 
-`silo status` prints the second and third column, `aggregator status` the fourth, once the silo has been asked. Both are
-read from each side's own folder, so that neither needs the other to be running.
+Each row is one state, with or without a worker. `silo status` prints the columns *now*, *needs* and *next*; `aggregator
+status` prints the last two, once the silo has answered. Each side reads its own folder, so that neither needs the other
+to be running.
+
+- *running*: a worker is running. In a terminal it goes on running where it needs a waiver: *waits*.
+- *none*: the worker was stopped (Ctrl-C, `systemctl stop`), with exit code 130.
+- *ended*: the worker ended with an error that a person at the silo must remove. The aggregator hears the exit code
+  ([list](errors.md)), and nothing else of it. The example is code 7, images that cannot be used.
+
+The aggregator is not told of a pause (`silo pause`), and of a power cut or a lost connection it only sees silence: it
+then says *not responding*.
 """
 _EVENTS = """
 ## What happens
@@ -69,19 +91,82 @@ _WHEN: Mapping[Event, str] = {
 }
 
 
-def aggregator_says(state: SiloState, *, held: bool = False) -> str:
-    """Return the words of `aggregator status` for a silo in a state, once both have heard all that the other said."""
+WorkerCase = Literal["running", "waits", "none", "ended"]
+
+
+@dataclass(frozen=True)
+class PlanLifeView:
+    """What both sides say of one state.
+
+    Attributes:
+        state: the silo's.
+        worker: whether its worker is running.
+        outlook: what `silo status` says.
+        standing: what `aggregator status` says, once the silo has answered.
+    """
+
+    state: State
+    worker: WorkerCase
+    outlook: Outlook
+    standing: StandingWords
+
+
+def every_view() -> Iterator[PlanLifeView]:
+    """Yield every state with every way in which its worker may be there or not."""
+    for name in STATES:
+        yield from _views_of(State(state=name, confirmed=name == "withdrawn"))
+        if name == "in_outbox":
+            yield from _views_of(State(state=name, held=True))
+        if name == "withdrawn":
+            yield from _views_of(State(state=name))
+
+
+def _views_of(state: State) -> Iterator[PlanLifeView]:
+    bad_images = Problem(code=DataError.exit_code, message="images that cannot be used")
+    no_waiver = Problem(code=AuditError.exit_code, message="no waiver")
+    if state.state != "refused":
+        # A refusal ends the worker, and a new one leaves this state.
+        yield _view(state, "running", 0)
+    if state.state in _GATED:
+        yield _view(state.model_copy(update={"problem": no_waiver}), "waits", no_waiver.code)
+    yield _view(state, "none", EXIT_INTERRUPTED)
+    if state.state in AT_WORK - {"refused"}:
+        yield _view(state.model_copy(update={"problem": bad_images}), "ended", bad_images.code)
+
+
+def _view(state: State, worker: WorkerCase, code: int) -> PlanLifeView:
+    circumstances = Circumstances(
+        running=worker in ("running", "waits"),
+        blocked=worker == "waits",
+    )
+    return PlanLifeView(
+        state=state,
+        worker=worker,
+        outlook=describe_site(state, circumstances),
+        standing=STANDINGS[aggregator_standing(state, code)],
+    )
+
+
+def aggregator_standing(state: State, code: int = 0) -> Standing:
+    """Return how the aggregator sees a silo in a state, once both have heard all that the other said.
+
+    Args:
+        state: the silo's.
+        code: that it reported with the state.
+    """
     answers: Mapping[SiloState, Verdict] = {
-        "in_outbox": "quarantined" if held else "arrived",
+        "in_outbox": "quarantined" if state.held else "arrived",
         "accepted": "accepted",
         "refused": "refused",
-        "withdrawn": "withdrawn",
     }
-    answer = answers.get(state)
-    submissions = (SubmissionStatus(sequence=1, verdict=answer),) if answer else ()
+    verdict = answers.get(state.state)
+    if state.state == "withdrawn" and (state.confirmed or state.problem is not None):
+        verdict = "withdrawn"
+    submissions = (SubmissionStatus(sequence=1, verdict=verdict),) if verdict else ()
     # The aggregator is at the next plan by then, of which this silo has only heard.
-    reported = "waiting" if state == "superseded" else state
-    return STANDINGS[standing(submissions, None, reported, answered=True, silent=False)][0]
+    reported = "waiting" if state.state == "superseded" else state.state
+    report = Report(state=reported, sequence=state.sequence, code=code)
+    return decide_standing(submissions, None, report, answered=True, silent=False)
 
 
 def plan_life_page() -> str:
@@ -92,18 +177,25 @@ def plan_life_page() -> str:
 
 
 def _states() -> Iterator[str]:
-    yield "\n| state | now | next | the aggregator says |\n| --- | --- | --- | --- |\n"
-    for state in STATES:
-        example = State(state=state, confirmed=state == "withdrawn")
-        yield f"| `{state}` | {describe_state(example)} | {describe_next_step(example)} | {aggregator_says(state)} |\n"
-        if state == "in_outbox":
-            said = describe_state(State(state=state, held=True))
-            following = describe_next_step(example)
-            yield f"| `{state}`, held | {said} | {following} | {aggregator_says(state, held=True)} |\n"
-        if state == "withdrawn":
-            label = STANDINGS[standing((), None, state, answered=True, silent=False)][0]
-            said = describe_state(State(state=state))
-            yield f"| `{state}`, not confirmed | {said} | {describe_next_step(example)} | {label} |\n"
+    yield "\n| state | worker | now | needs | next | aggregator: status | aggregator: next |\n"
+    yield "| --- | --- | --- | --- | --- | --- | --- |\n"
+    for view in every_view():
+        name = f"`{view.state.state}`"
+        if view.state.held:
+            name += ", held"
+        if view.state.state == "withdrawn" and not view.state.confirmed:
+            name += ", not confirmed"
+        commands = ", then ".join(f"`{command}`" for command in view.outlook.commands)
+        cells = (
+            name,
+            view.worker,
+            view.outlook.now,
+            view.outlook.needs or "nothing",
+            commands or "nothing to do",
+            view.standing.label,
+            view.standing.step or "nothing to do",
+        )
+        yield f"| {' | '.join(cells)} |\n"
 
 
 def _events() -> Iterator[str]:
@@ -115,7 +207,8 @@ def _steps() -> Iterator[str]:
     for state in STATES:
         for event in EVENTS:
             if step := TRANSITIONS.get((state, event)):
-                said = aggregator_says(step.to, held=event == "hold")
+                after = State(state=step.to, held=event == "hold", confirmed=event == "notice")
+                said = STANDINGS[aggregator_standing(after)].label
                 yield f"| `{state}` | `{event}` | `{step.to}` | {said} | {step.spends} |\n"
 
 

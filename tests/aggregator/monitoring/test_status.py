@@ -11,7 +11,15 @@ import pytest
 from aggregator.keys.removal import remove_silo
 from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.monitoring.labels import attention_points, page_values, status_text
-from aggregator.monitoring.silo_status import Arrival, SubmissionStatus, standing
+from aggregator.monitoring.silo_status import SiloStatus
+from aggregator.monitoring.standing import (
+    STANDINGS,
+    Arrival,
+    Report,
+    Standing,
+    SubmissionStatus,
+    decide_standing,
+)
 from aggregator.monitoring.status import FederationStatus, read_status
 from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
 from ddm.io.locks import locked
@@ -87,7 +95,8 @@ def test_command_prints_the_same_facts_as_json(published: PublishedRelease) -> N
 def test_federation_without_a_plan_is_shown(published: PublishedRelease) -> None:
     (published.tiny.federation.path / "plans" / "current.json").unlink()
     status = read_status(published.tiny.federation, now_utc())
-    assert status.plan_id is None and status.silos == ()
+    assert status.plan_id is None
+    assert {silo.standing for silo in status.silos} == {"unnamed"}
     assert "plan none" in status_text(status)
 
 
@@ -219,7 +228,7 @@ def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(
         long_ago(flower / "run.json")
         assert look(stage).standing == "silent"
         assert any(
-            "no answer from north" in text
+            "north: not responding" in text
             for text in attention_points(read_status(stage.federation, now_utc()))
         )
 
@@ -268,7 +277,7 @@ def test_rubbish_in_the_folders_is_left_out_and_never_followed(
 
 
 def test_standing_is_what_matters_most_to_the_operator() -> None:
-    for verdicts, arriving, state, silent, expected in [
+    for verdicts, arriving, state, silent, expected, *codes in [
         ([], False, "", None, "absent"),
         ([], False, "training", False, "working"),
         ([], False, "awaiting_approval", False, "approval"),
@@ -280,6 +289,13 @@ def test_standing_is_what_matters_most_to_the_operator() -> None:
         (["refused", "quarantined"], False, "in_outbox", True, "quarantined"),
         (["quarantined", "withdrawn"], False, "withdrawn", False, "withdrawn"),
         (["accepted"], False, "accepted", True, "accepted"),
+        # A worker that ended says so with its last word, and is silent afterwards.
+        ([], False, "training", True, "blocked", 33),
+        ([], False, "waiting", False, "blocked", 34),
+        (["arrived"], False, "in_outbox", False, "blocked", 35),
+        (["refused"], False, "refused", False, "refused", 36),
+        (["quarantined"], False, "in_outbox", False, "quarantined", 35),
+        ([], False, "plan_refused", False, "declined", 130),
     ]:
         with case(
             verdicts=verdicts, arriving=arriving, state=state, silent=silent, expected=expected
@@ -294,8 +310,110 @@ def test_standing_is_what_matters_most_to_the_operator() -> None:
                 else None
             )
             assert (
-                standing(
-                    submissions, arrival, state, answered=silent is not None, silent=bool(silent)
+                decide_standing(
+                    submissions,
+                    arrival,
+                    Report(state=state, code=sum(codes)),
+                    answered=silent is not None,
+                    silent=bool(silent),
                 )
                 == expected
             )
+
+
+def test_silo_enrolled_after_the_plan_was_signed_is_listed_and_not_counted_as_missing(
+    published: PublishedRelease,
+) -> None:
+    published.tiny.join("west", 20, index=2)
+    status = read_status(published.tiny.federation, now_utc())
+    west = status.silo("west")
+    assert west and (west.standing, west.person, west.final) == ("unnamed", "nobody", True)
+    assert "enrolled, not named by this plan" in status_text(status)
+    values = page_values(status)
+    assert (values["num_accepted"], values["num_planned"]) == (2, 2)
+    assert not list(attention_points(status))
+
+
+def test_worker_that_ended_is_shown_with_its_code_and_as_in_need_of_a_person(
+    stage: AggregatorStandIn,
+) -> None:
+    stage.report("north", "training", 100, code=33)
+    north = look(stage)
+    assert (north.standing, north.code, north.person) == ("blocked", 33, "silo")
+    status = read_status(stage.federation, now_utc())
+    assert "training 100%, code 33" in status_text(status)
+    assert any(text.startswith("north: needs a person there") for text in attention_points(status))
+    # A number of an exit code, or none at all.
+    for forged in (True, 256, -1, "33", None):
+        stage.report("north", "training", 100, code=forged)
+        assert look(stage).code == 0
+
+
+NUM_MANY = 256
+
+
+def many_silos(stage: AggregatorStandIn) -> FederationStatus:
+    """A status of 256 silos: some in need of a person, most at work."""
+    standings: list[Standing] = ["working"] * NUM_MANY
+    standings[7] = "quarantined"
+    standings[11] = "refused"
+    standings[13:40] = ["blocked"] * 27
+    standings[200:240] = ["accepted"] * 40
+    silos = []
+    for number, standing in enumerate(standings):
+        submissions: tuple[SubmissionStatus, ...] = ()
+        if standing == "refused":
+            submissions = (SubmissionStatus(sequence=1, verdict="refused", code=12),)
+        silo = SiloStatus(
+            silo_id=f"silo{number:03}",
+            standing=standing,
+            state="training",
+            progress=50,
+            code=7 if standing == "blocked" else 0,
+            person=STANDINGS[standing].person,
+            last_seen=now_utc(),
+            arrival=None,
+            submissions=submissions,
+            final=False,
+        )
+        silos.append(silo)
+    return read_status(stage.federation, now_utc()).model_copy(update={"silos": tuple(silos)})
+
+
+def test_status_of_256_silos_fits_a_screen_and_begins_with_those_that_need_a_person(
+    stage: AggregatorStandIn,
+) -> None:
+    status = many_silos(stage)
+    text = status_text(status)
+    assert len(text.splitlines()) < 75
+    assert "256 silos; 1 for you to decide; 28 waiting for a person at the silo" in text
+    positions = [text.index(name) for name in ("silo007", "silo011", "silo013", "silo000")]
+    assert positions == sorted(positions)
+    # 27, 187 and 40 in the same state, of which ten are listed.
+    for num_hidden in (17, 177, 30):
+        assert f"and {num_hidden} more" in text
+    assert len(list(attention_points(status))) < 20
+
+
+def test_status_of_256_silos_lists_each_when_all_are_asked_for(stage: AggregatorStandIn) -> None:
+    status = many_silos(stage)
+    text = status_text(status, show_all=True)
+    assert all(f"\nsilo{number:03} " in text for number in range(NUM_MANY))
+    assert "more" not in text
+    page = render(
+        "aggregator",
+        "live.html.jinja",
+        refresh_s=5,
+        paused=False,
+        **page_values(status, show_all=True),
+    )
+    assert page.count('class="card" id="silo-') == NUM_MANY
+
+
+def test_page_of_256_silos_shows_ten_of_a_state_and_how_many_more(
+    stage: AggregatorStandIn,
+) -> None:
+    values = page_values(many_silos(stage))
+    page = render("aggregator", "live.html.jinja", refresh_s=5, paused=False, **values)
+    assert page.count('class="card" id="silo-') == 32
+    assert "and 177 more" in page and 'href="./?all"' in page

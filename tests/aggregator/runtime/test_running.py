@@ -2,14 +2,16 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from aggregator.config import Federation
-from aggregator.runtime.running import IntakeNews, SiloNews, _intake_logging
+from aggregator.runtime.running import IntakeNews, Newcomers, SiloNews, _intake_logging
 from ddm.protocol.plan import Plan
 from ddm.system.logs import JSON_VARIABLE, VERBOSE_VARIABLE, JsonFormatter, LogOptions
+from tests.conftest import PublishedRelease
 from tests.support.documents import plan_document, to_bytes
 
 
@@ -91,7 +93,37 @@ def test_state_of_a_silo_is_logged_when_it_changes(
         {"state": "training", "progress": 5},
         {"state": "training", "progress": 5},
         {"state": "sending"},
+        {"state": "training", "progress": 100, "code": 33},
     ):
         status.write_text(json.dumps(state))
         news.log_new()
-    assert caplog.messages == [f"[{silo_id}] training 5%", f"[{silo_id}] sending"]
+    assert caplog.messages == [
+        f"[{silo_id}] training 5%",
+        f"[{silo_id}] sending",
+        f"[{silo_id}] training 100%, needs a person there (code 33)",
+    ]
+
+
+class Registrar:
+    """Stands in for Flower's programs: keeps what is registered."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, str] = {}
+
+    def register(self, nodes: Mapping[str, str]) -> None:
+        self.nodes.update(nodes)
+
+
+def test_silo_enrolled_while_the_aggregator_runs_may_connect_although_no_plan_names_it(
+    published: PublishedRelease,
+) -> None:
+    tiny = published.tiny
+    plan, _ = tiny.federation.current_plan()
+    registrar = Registrar()
+    newcomers = Newcomers(tiny.federation, plan, registrar)
+    newcomers.let_in()
+    assert registrar.nodes == {}
+    tiny.join("west", 20, index=2)
+    newcomers.let_in()
+    assert set(registrar.nodes) == {"west"}
+    assert registrar.nodes["west"].startswith("ecdsa-")

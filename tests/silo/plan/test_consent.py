@@ -1,5 +1,6 @@
-"""A plan that brings networks waits for a person, and nobody outside sees that it does."""
+"""A plan that brings networks waits for a person, and outside one number says that somebody is needed."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.protocol.plan import Plan
 from silo.config import PlansPolicy, Policy
 from silo.plan.consent import is_accepted, may_begin, networks_of, read_waiting, record_acceptance
+from silo.worker.state import reported_code
 from silo.worker.worker import Worker
 from tests.support.commands import run_command
 from tests.support.documents import plan_document, to_bytes
@@ -78,7 +80,16 @@ def test_worker_waits_for_a_person_in_the_state_that_it_was_in(
     worker.begin()
     for _ in range(3):
         worker.step()
-    assert (worker.state.state, (site.outbox / "status.json").exists()) == ("waiting", False)
+    assert worker.state.state == "waiting"
+    # The aggregator learns that a person is needed here, and nothing else: not which plan, nor why.
+    sent = json.loads((site.outbox / "status.json").read_bytes())
+    assert sent == {
+        "plan_id": None,
+        "state": "waiting",
+        "progress": 0,
+        "sequence": 1,
+        "code": ApprovalError.exit_code,
+    }
     waiting = read_waiting(site)
     assert waiting
     shown = run_command("silo", "status", site.path).out
@@ -90,3 +101,4 @@ def test_worker_waits_for_a_person_in_the_state_that_it_was_in(
     assert is_accepted(site, waiting.plan_digest)
     worker.step()
     assert (str(worker.state.state), read_waiting(site)) == ("plan_accepted", None)
+    assert reported_code(site) == 0

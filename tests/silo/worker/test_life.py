@@ -25,10 +25,11 @@ from silo.config import Site
 from silo.plan.acceptance import plan_folder
 from silo.plan.succession import find_successor
 from silo.worker.approval import approve
-from silo.worker.descriptions import HELD, describe_state, state_lines
+from silo.worker.descriptions import HELD, describe_state
 from silo.worker.life import AT_WORK, IDLE, STATES, TRANSITIONS, next_state
 from silo.worker.retraining import assess_retraining, retrain
 from silo.worker.state import load_state, state_path
+from silo.worker.status import read_status
 from silo.worker.withdrawal import withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.case import case
@@ -315,7 +316,7 @@ def test_site_says_that_a_person_at_the_aggregator_decides(
     worker.begin()
     worker.step()
     assert worker.state.held and describe_state(worker.state) == HELD
-    assert HELD in "\n".join(state_lines(worker.state))
+    assert f"now      {HELD}" in read_status(site).text()
 
 
 def test_problem_that_was_solved_is_gone_when_the_work_goes_on(

@@ -185,7 +185,7 @@ def test_loss_and_speed_stay_in_the_private_folder(
     spy = work(tiny, "released")
     assert spy.private and len(spy.sent) > 3  # a loss was there to be sent, and so were states
     assert {frozenset(json.loads(sent)) for sent in spy.sent} == {
-        frozenset({"plan_id", "state", "progress", "sequence"})
+        frozenset({"plan_id", "state", "progress", "sequence", "code"})
     }
     # The same work with another loss and at another speed tells the aggregator the same, byte for byte.
     real = ProgressMeter.train
@@ -210,7 +210,7 @@ def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     assert read_status(site).next_command == f"silo run {site.path}"
-    assert "no worker is at work" in read_status(site).text()
+    assert "no worker is running" in read_status(site).text()
     state = tiny.work(SILO, until="training")
     save_state(state_path(site.private), state)
     ProgressMeter(site.private).train(plan_id, Progress(3, 6, 0.512, 2.0, 1.5), batch_size=8)

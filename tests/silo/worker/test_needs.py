@@ -1,0 +1,119 @@
+"""What the aggregator hears of a worker that ended or waits for a person: one number, as long as it is true."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddm.errors import AuditError, DataError
+from ddm.system.console import EXIT_INTERRUPTED
+from ddm.transport.messages import StatusFile
+from silo.config import Site
+from silo.courier.handlers import SiteLimits, read_status
+from silo.worker.state import State, load_state, reported_code, state_path
+from silo.worker.status import read_status as read_site_status
+from silo.worker.worker import Worker
+from tests.support.commands import run_command
+from tests.support.federation import POLICY, PlannedFederation, TinyFederation, write_policy
+
+SILO = "north"
+UNWAIVED: dict[str, Any] = POLICY | {"audit": {"holdout_share": 0.25, "min_holdout_units": 10}}
+
+
+@pytest.fixture
+def tiny(planned_once: PlannedFederation, tmp_path: Path) -> TinyFederation:
+    return planned_once.tiny.copy(tmp_path / "copy")
+
+
+def stop_in(state_name: str, stopping: threading.Event) -> Any:
+    def stop(state: State) -> None:
+        if state.state == state_name:
+            stopping.set()
+
+    return stop
+
+
+def sent(site: Site) -> dict[str, Any]:
+    return json.loads((site.outbox / "status.json").read_bytes())  # type: ignore[no-any-return]
+
+
+def test_worker_that_ends_with_an_error_reports_its_exit_code_and_no_text(
+    tiny: TinyFederation,
+) -> None:
+    site = tiny.sites[SILO]
+    write_policy(site, POLICY | {"training": {"min_images": 41}})
+    with pytest.raises(DataError):
+        Worker(site, tiny.key(SILO), lambda state: None).run()
+    assert set(sent(site)) == set(StatusFile.model_fields)
+    assert (sent(site)["state"], sent(site)["code"]) == ("plan_accepted", DataError.exit_code)
+    shown = read_site_status(site)
+    assert shown.outlook.person == "silo"
+    assert f"the work stopped with code {DataError.exit_code}; no worker is running" in shown.text()
+
+
+def test_worker_that_is_started_again_takes_its_code_back(tiny: TinyFederation) -> None:
+    site = tiny.sites[SILO]
+    stopping = threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        Worker(site, tiny.key(SILO), stop_in("scanned", stopping), stopping=stopping).run()
+    assert reported_code(site) == EXIT_INTERRUPTED
+    Worker(site, tiny.key(SILO), lambda state: None).begin()
+    assert reported_code(site) == 0
+
+
+def test_aggregator_hears_of_another_plan_that_a_person_is_needed_and_nothing_else(
+    tiny: TinyFederation,
+) -> None:
+    site = tiny.sites[SILO]
+    write_policy(site, POLICY | {"training": {"min_images": 41}})
+    with pytest.raises(DataError):
+        Worker(site, tiny.key(SILO), lambda state: None).run()
+    limits = SiteLimits(site.path, bundle_bytes=1, shard_bytes=1, submission_bytes=1)
+    heard = read_status("tiny-99999999", limits)
+    assert (heard.state, heard.progress, heard.code) == ("waiting", 0, DataError.exit_code)
+
+
+def test_attended_worker_waits_for_a_waiver_and_goes_on_when_it_is_written(
+    tiny: TinyFederation,
+) -> None:
+    site = tiny.sites[SILO]
+    write_policy(site, UNWAIVED)
+    stopping = threading.Event()
+    waited_in = list[str]()
+
+    def waive(state: State) -> None:
+        assert state.problem and state.problem.code == AuditError.exit_code
+        assert reported_code(site) == AuditError.exit_code
+        shown = read_site_status(site)
+        # The lock is of this process, which is the worker.
+        assert shown.circumstances.blocked and shown.outlook.person == "silo"
+        assert "no worker is running" not in shown.text()
+        waited_in.append(state.state)
+        options = ("--role", "a role", "--reason", "a reason", "--until", "2999-01-01")
+        result = run_command("silo", "waive", site.path, *options)
+        assert result.code == 0 and "goes on" in result.out, result.err
+
+    worker = Worker(
+        site,
+        tiny.key(SILO),
+        stop_in("in_outbox", stopping),
+        stopping=stopping,
+        on_wait=waive,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        worker.run()
+    assert waited_in == ["plan_accepted"]
+    state = load_state(state_path(site.private))
+    assert state.state == "in_outbox" and state.problem is None
+    log = run_command("silo", "log", "show", site.path).out
+    assert log.count("policy") >= 2, "the policy of the start, and the one with the waiver"
+
+
+def test_worker_that_nobody_attends_ends_without_a_waiver(tiny: TinyFederation) -> None:
+    site = tiny.sites[SILO]
+    write_policy(site, UNWAIVED)
+    with pytest.raises(AuditError):
+        Worker(site, tiny.key(SILO), lambda state: None).run()
+    assert reported_code(site) == AuditError.exit_code
