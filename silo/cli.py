@@ -5,6 +5,7 @@ from ddm.system.console import new_program, run_app
 from ddm.system.secrecy import forbid_core_dumps
 from silo.commands.care import check, ledger, log
 from silo.commands.images import scan
+from silo.commands.join import join
 from silo.commands.service import service
 from silo.commands.setup import enroll, init, rotate
 from silo.commands.work import (
@@ -21,7 +22,7 @@ from silo.commands.work import (
 )
 
 COMMANDS = {
-    "Site and images": (init, scan, enroll, rotate),
+    "Site and images": (join, init, scan, enroll, rotate),
     "From plan to receipt": (
         run,
         accept,

@@ -125,6 +125,8 @@ class SiteSetup:
         passphrase_file: whose path the configuration keeps.
         images: how images are found and decoded.
         ledger: where the privacy ledger is; one that exists already is joined.
+        policy: what it lets a plan ask for; by default one that declares what the data's headers say, unless its
+            operator wrote one already.
     """
 
     silo_id: str
@@ -132,6 +134,7 @@ class SiteSetup:
     passphrase_file: Path | None = None
     images: ImagesSettings = ImagesSettings()
     ledger: LedgerSettings = LedgerSettings()
+    policy: Policy | None = None
 
 
 def init_site(
@@ -180,14 +183,28 @@ def init_site(
     write_atomic(site.root_path, invitation.root.encode())
     write_atomic(site.courier / "1.root.json", invitation.root.encode())
     # An operator may have written the policy first, or an earlier `silo init` was interrupted after this.
-    if not (site.path / "policy.toml").exists():
-        save_settings(Policy(data=facts_of(source)), site.path / "policy.toml", POLICY_HEADING)
+    policy_path = site.path / "policy.toml"
+    if not policy_path.exists():
+        save_settings(setup.policy or declare_data(Policy(), source), policy_path, POLICY_HEADING)
+    elif setup.policy is not None and setup.policy != site.policy():
+        save_settings(setup.policy, policy_path, POLICY_HEADING)
     # Last of the files, since a folder with silo.toml counts as a site: whatever is interrupted before is done again.
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
     # The courier, perhaps another user, reads both.
     open_to_group(site.path / "policy.toml", site.path)
     open_to_group(site.path / "silo.toml", site.path)
     return key
+
+
+def declare_data(policy: Policy, source: ImageSource) -> Policy:
+    """Return a policy that declares what the data's headers say, unless it declares something already."""
+    if policy.data.kind is not None:
+        return policy
+    facts = facts_of(source)
+    data = policy.data.model_copy(
+        update={"kind": facts.kind, "shape": facts.shape, "range": facts.range}
+    )
+    return policy.model_copy(update={"data": data})
 
 
 def set_anchor(site: Site, path: Path) -> None:
@@ -277,6 +294,39 @@ def make_card(
     return seal(card.encode(), CARD_KIND, key)
 
 
+def is_card_current(site: Site, images: int | None, patients: int | None) -> bool:
+    """Return whether the site's last card states these sizes, and what its policy says now.
+
+    Args:
+        site: the silo's folder.
+        images: most images; None for those of the card.
+        patients: most patients; None for those of the card.
+    """
+    if not site.card_path.exists():
+        return False
+    card = site.card()
+    privacy = site.policy().privacy
+    return (
+        images in (None, card.agreed.images)
+        and patients in (None, card.agreed.patients)
+        and (privacy.max_epsilon, privacy.unit) == (card.max_epsilon, card.unit)
+    )
+
+
+def sealed_card(site: Site, key: SigningKey) -> bytes:
+    """Return the site's last card, sealed once more: the same bytes, with the same code.
+
+    Raises:
+        MissingFileError: no card was made yet.
+    """
+    return seal(site.card().encode(), CARD_KIND, key)
+
+
+def lacks_patients(error: DataError) -> bool:
+    """Return whether images were refused because the patients whom they show are not known."""
+    return "patients" in f"{error.subject} {error.expected}"
+
+
 def with_rotations(card: bytes, rotations: tuple[str, ...]) -> bytes:
     """Return what the aggregator is given: the card alone, or with the rotations that led to its key."""
     if not rotations:
@@ -314,7 +364,7 @@ def _agreed(
         try:
             counts = count_units(ImageSource.of_site(site), patients=by_patient, advance=advance)
         except DataError as error:
-            if by_patient and "patients" in f"{error.subject} {error.expected}":
+            if by_patient and lacks_patients(error):
                 error.remedy = (
                     'Give every image its patient. Or, if every image is of another person, set unit = "image" under '
                     "[privacy] in policy.toml."

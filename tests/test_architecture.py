@@ -57,13 +57,15 @@ ROOMS = {
     },
     "silo": {
         "cli": "commands",
-        "commands": "check config courier data decisions images plan privacy review running services setup worker",
+        "commands": "check config courier data decisions images outlook plan privacy review running services setup "
+        "worker",
         "review": "audit config decisions plan privacy worker",
         "check": "config courier decisions privacy worker",
         "running": "config courier worker",
         "client_app": "courier",
         "services": "config",
         "setup": "config courier data images privacy",
+        "outlook": "audit config data",
         "worker": "audit config data decisions images plan privacy",
         "audit": "config data",
         "courier": "config",

@@ -15,7 +15,15 @@ from aggregator.commands.options import (
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.protocol.address import split_address
-from ddm.system.console import DigestsOption, ask, passphrase, remembered, say
+from ddm.system.console import (
+    DigestsOption,
+    NewPassphraseOption,
+    ask,
+    choose_passphrase_file,
+    passphrase,
+    remembered,
+    say,
+)
 
 if TYPE_CHECKING:
     from aggregator.config import FederationSettings
@@ -61,8 +69,17 @@ def init(
         int,
         typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS),
     ] = 1,
+    max_influence: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="Largest share of the ensemble that one silo may have without your consent.",
+        ),
+    ] = 0.5,
     digests: DigestsOption = False,
     passphrase_file: PassphraseOption = None,
+    new_passphrase_file: NewPassphraseOption = None,
 ) -> None:
     """Make a federation: keys, TLS certificates, root of trust, invitation."""
     from aggregator.setup import init_federation
@@ -71,10 +88,13 @@ def init(
         licence = ask(
             "Licence of the releases, for example CC-BY-4.0 or CC-BY-NC-SA-4.0", option="--licence"
         )
-    settings = _settings(name, address, licence, passphrase_file)
+    settings = _settings(name, address, licence, max_influence)
     federation = Federation(fed)
     root = holders_from(root_holder, root_threshold, "--root-threshold")
     targets = holders_from(targets_holder, targets_threshold, "--targets-threshold")
+    passphrase_file = choose_passphrase_file(passphrase_file, new_passphrase_file)
+    # As an absolute path: later commands and the service may run in another folder.
+    settings = settings.model_copy(update={"passphrase_file": remembered(passphrase_file)})
     secret = passphrase(
         passphrase_file, None, "New passphrase for the federation's keys", is_new=True
     )
@@ -262,9 +282,7 @@ def remove(
     say("Versions published so far keep its experts: replace them where you serve them.")
 
 
-def _settings(
-    name: str, address: str, licence: str, passphrase_file: Path | None
-) -> "FederationSettings":
+def _settings(name: str, address: str, licence: str, max_influence: float) -> "FederationSettings":
     from pydantic import ValidationError
 
     from aggregator.config import FederationSettings
@@ -284,8 +302,7 @@ def _settings(
             host=host,
             port=port,
             licence=licence,
-            # As an absolute path: later commands and the service may run in another folder.
-            passphrase_file=remembered(passphrase_file),
+            max_influence=max_influence,
         )
     except ValidationError as error:
         if error.errors()[0]["loc"][0] == "licence":

@@ -389,6 +389,7 @@ def _make_invitation(federation: Federation, root: bytes) -> Invitation:
     settings = federation.settings()
     return Invitation(
         federation=settings.name,
+        licence=settings.licence,
         address=f"{settings.host}:{settings.port}",
         ca_certificate=(federation.path / "tls" / "ca.pem").read_text("ascii"),
         root=root.decode("utf-8"),

@@ -1,11 +1,7 @@
 """Work out what a plan costs: privacy, bytes, and seconds of training."""
 
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 import torch
@@ -20,6 +16,7 @@ from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.routers.sketch import Sketch
 from ddm.statistics.cost import plan_epsilon
 from ddm.statistics.sketch import sketch_noise_level
+from ddm.system.speed import matrix_product_rate, one_thread
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
 from ddm.training.loop import TrainingRun, train
@@ -86,7 +83,7 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
     if timed:
         expert_s = time_training(plan, seen)
     else:
-        expert_s = step_flops * training.num_steps / _matrix_product_rate()
+        expert_s = step_flops * training.num_steps / matrix_product_rate()
     audit_s = 0.0
     if plan.audit.required:
         # The audit's own trainings are plain ones, also where the expert's is private.
@@ -153,32 +150,6 @@ def estimate_private_step(plan: Plan) -> PrivateStep:
     return PrivateStep(samples, PRIVATE_SLOWDOWN, factor)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute in one thread, so that figures of different machines can be compared."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _matrix_product_rate() -> float:
-    """Return the operations a second of a product of large matrices here, one thread, the best of a few."""
-    side = 1024
-    # The values do not matter: a product of matrices takes as long whatever they hold.
-    left = torch.ones(side, side)
-    right = torch.ones(side, side)
-    best_s = inf
-    with _one_thread():
-        for _ in range(5):
-            start = time.perf_counter()
-            left @ right
-            best_s = min(best_s, time.perf_counter() - start)
-    return 2 * side**3 / best_s
-
-
 def time_training(plan: Plan, seen: Tensor) -> float:
     """Time a few real training steps here, one thread, and scale; what a silo's machine needs may differ."""
     settings = plan.expert.training.model_copy(
@@ -191,7 +162,7 @@ def time_training(plan: Plan, seen: Tensor) -> float:
         # The tokens of texts cost as much as those of images.
         seen = seen[: plan.expert.training.batch_size]
         labels = torch.ones(len(seen), condition.max_tokens, condition.dim)
-    with _one_thread(), tempfile.TemporaryDirectory() as scratch:
+    with one_thread(), tempfile.TemporaryDirectory() as scratch:
         trained = train(
             build_expert(plan.expert.architecture, plan.expert_shape, condition=condition),
             Examples(seen, labels),

@@ -11,6 +11,7 @@ from ddm.protocol.base import (
     Document,
     Epsilon,
     KeyText,
+    Licence,
     Model,
     PositiveInt,
     ShortText,
@@ -32,6 +33,8 @@ class Invitation(Document):
 
     format: Literal["archipelago/invitation/1"] = "archipelago/invitation/1"
     federation: ShortText
+    # Of the releases, so that a site knows it before it joins. Plans state it too, and are signed.
+    licence: Licence
     address: Address
     ca_certificate: Annotated[str, Field(max_length=16384)]
     root: Annotated[str, Field(max_length=65536)]

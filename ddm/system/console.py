@@ -20,7 +20,7 @@ import typer
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError, SetupError
 from ddm.system.escape import escape_control
 from ddm.system.logs import LogOptions, start_logging
-from ddm.system.passphrases import ADVICE, require_strong
+from ddm.system.passphrases import ADVICE, require_strong, write_private_passphrase
 from ddm.system.signals import interrupted_by_sigterm
 
 EXIT_INTERRUPTED = 130
@@ -51,6 +51,14 @@ LogJsonOption = Annotated[
 ]
 DigestsOption = Annotated[
     bool, typer.Option("--digests", help="Also print the digests that the words stand for.")
+]
+NewPassphraseOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--new-passphrase-file",
+        metavar="FILE",
+        help="File to make, with a random passphrase for the new keys.",
+    ),
 ]
 
 
@@ -178,12 +186,19 @@ def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
         raise typer.Abort
 
 
-def ask(question: str, *, option: str, parse: Callable[[str], str] = str) -> str:
+def ask(
+    question: str,
+    *,
+    option: str,
+    parse: Callable[[str], str] = str,
+    default: str | None = None,
+) -> str:
     """Ask at the terminal for a text, until one can be parsed.
 
     Args:
         question: what to ask.
         option: the command's option that gives the same.
+        default: the answer of whoever types none.
         parse: returns what is meant by an answer, or raises `SetupError`.
 
     Raises:
@@ -197,7 +212,7 @@ def ask(question: str, *, option: str, parse: Callable[[str], str] = str) -> str
             remedy=f"Add {option}.",
         )
     while True:
-        answer: str = typer.prompt(question)
+        answer: str = typer.prompt(question, default=default)
         try:
             return parse(answer.strip())
         except SetupError as error:
@@ -248,6 +263,35 @@ def passphrase(
     if is_new:
         require_strong(answer, subject)
     return answer
+
+
+def choose_passphrase_file(existing: Path | None, new: Path | None) -> Path | None:
+    """Return the file with the passphrase of keys that are about to be made; make the new one if it is not there yet.
+
+    Args:
+        existing: --passphrase-file.
+        new: --new-passphrase-file.
+
+    Raises:
+        SetupError: both are given.
+    """
+    if new is None:
+        return existing
+    if existing is not None:
+        raise SetupError(
+            "--new-passphrase-file",
+            expected="this option, or --passphrase-file",
+            got="--passphrase-file as well",
+            remedy="Leave one of them out.",
+        )
+    # A command that was cut short is given again, and finds the file that encrypts the keys it made already.
+    if not new.exists():
+        new.parent.mkdir(parents=True, exist_ok=True)
+        write_private_passphrase(new)
+        say(
+            f"Made {new}, which only you can read. Without it the keys are lost: keep a copy elsewhere."
+        )
+    return new
 
 
 def _first_line(file: Path) -> bytes:

@@ -1,7 +1,12 @@
-"""Which new passphrases are strong enough to protect a key whose encrypted file somebody copied."""
+"""New passphrases: random ones in files, and which ones protect a key whose encrypted file somebody copied."""
+
+import os
+import secrets
+from pathlib import Path
 
 from ddm.errors import PassphraseError
 
+_NUM_RANDOM_BYTES = 24
 MIN_CHARACTERS = 12
 _MIN_COUNTED = 10
 ADVICE = f"at least {MIN_CHARACTERS} characters, for example four random words"
@@ -37,3 +42,15 @@ def _num_counted(text: str) -> int:
         if abs(ord(after) - ord(before)) > 1:
             pairs.add((before, after))
     return 1 + len(pairs)
+
+
+def write_private_passphrase(path: Path) -> None:
+    """Make a file with a random passphrase, which its owner alone can read.
+
+    Raises:
+        FileExistsError: there is something at the path.
+    """
+    # Its mode is set when it is made: nobody can open it in between.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{secrets.token_urlsafe(_NUM_RANDOM_BYTES)}\n")

@@ -2,14 +2,20 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
 from ddm.io.modes import open_to_everyone
-from ddm.system.console import DigestsOption, passphrase, say
+from ddm.system.console import (
+    DigestsOption,
+    NewPassphraseOption,
+    choose_passphrase_file,
+    passphrase,
+    say,
+)
 from silo.commands.options import (
     ColumnOption,
     PassphraseOption,
@@ -18,6 +24,27 @@ from silo.commands.options import (
     site_passphrase,
 )
 from silo.config import LedgerSettings, Site
+
+if TYPE_CHECKING:
+    from ddm.trust.keys import SigningKey
+    from silo.data.first_look import FirstLook
+
+LedgerOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        file_okay=False,
+        help="Privacy ledger that all sites over the same people share.",
+    ),
+]
+AnchorOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        dir_okay=False,
+        help="File on another disk that keeps the ledger's head, against rollback.",
+    ),
+]
 
 
 def init(
@@ -41,50 +68,26 @@ def init(
     ],
     column: ColumnOption = None,
     passphrase_file: PassphraseOption = None,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            file_okay=False,
-            help="Privacy ledger that all sites over the same people share.",
-        ),
-    ] = None,
-    anchor: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            help="File on another disk that keeps the ledger's head, against rollback.",
-        ),
-    ] = None,
+    new_passphrase_file: NewPassphraseOption = None,
+    ledger: LedgerOption = None,
+    anchor: AnchorOption = None,
 ) -> None:
     """Make a site: its folders, keys, configuration and pinned root."""
-    from silo.images.command import files_progress, images_settings, show
+    from silo.images.command import files_progress, images_settings
     from silo.setup import SiteSetup, first_look, init_site, new_source, read_invitation
 
     # A forged invitation is refused before anything is made or scanned.
     invited = read_invitation(invitation, code)
     images = images_settings(column or [])
     new_site = Site(site)
-    silo_id = _checked_id(silo_id)
+    silo_id = checked_id(silo_id)
     source = new_source(new_site, data, images)
     # Images that no plan could use are shown before any key is made.
     with files_progress(source) as advance:
         look = first_look(new_site, source, advance)
-    if look.num_adopted:
-        say(
-            f"Copied: decisions about {look.num_adopted} images of these data, made before the site existed.\n"
-        )
-    if look.summary:
-        show(look.summary, new_site)
-        problems = "; ".join(str(problem) for problem in look.problems)
-        if problems:
-            say(f"\nOnly plans with a table [transform] can use these data: {problems}.\n")
-        else:
-            say("\nOnly plans with a table [transform] and plans of volumes can use these data.\n")
-    for remark in look.remarks:
-        say(f"- {remark}")
+    say_first_look(look, new_site)
     # Asked for after the look at the images, which may take long and may end in an error.
+    passphrase_file = choose_passphrase_file(passphrase_file, new_passphrase_file)
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", is_new=True)
     setup = SiteSetup(
         silo_id,
@@ -93,16 +96,11 @@ def init(
         images,
         # Sites over the same people share a ledger, since what each of them spends adds up for a person
         # (docs/adr/0050).
-        LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor)),
+        LedgerSettings(folder=absolute(ledger), anchor=absolute(anchor)),
     )
     # The images were looked at above, and are not read a second time.
     key = init_site(new_site, setup, invited, secret, looked=True)
-    say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
-    say(f"  signing key   {key.public.fingerprint}")
-    say(f"  root          {invited.root_digest}")
-    say(f"  isolation     {new_site.isolation}{_isolation_advice(new_site)}")
-    anchor_advice = "" if anchor else ", without an anchor: docs/how-to/run-a-silo.md"
-    say(f"  ledger        {new_site.ledger_path}{anchor_advice}")
+    say_site(new_site, key, digests=True)
     say(f"Look through {site / 'policy.toml'}, then: silo enroll {site} --out card.json")
 
 
@@ -130,8 +128,7 @@ def enroll(
     from silo.images.command import files_progress
     from silo.images.report import unused_parts_text
     from silo.images.source import ImageSource
-    from silo.setup import make_card, with_rotations
-    from silo.worker.rotation import published_rotations
+    from silo.setup import make_card
 
     opened_site = Site(site).require()
     # The card is sealed with this key, so that nobody can enrol a key without having it.
@@ -148,10 +145,7 @@ def enroll(
         )
     if unused_parts:
         say(unused_parts_text(unused_parts))
-    # All changes of the key so far go with the card, so that an aggregator that missed one can follow the chain.
-    write_atomic(out, with_rotations(card, published_rotations(opened_site)))
-    # Nothing in it is secret, and whoever carries it to the aggregator may be another user.
-    open_to_everyone(out)
+    write_card(opened_site, card, out)
     say_card(opened_site, out, digests=digests)
 
 
@@ -162,8 +156,8 @@ def rotate(
 ) -> None:
     """Replace the signing key between two plans; the old key announces the new one to aggregator and readers."""
     from ddm.trust.keys import SigningKey
-    from silo.setup import make_card, with_rotations
-    from silo.worker.rotation import published_rotations, rotate_key
+    from silo.setup import make_card
+    from silo.worker.rotation import rotate_key
 
     opened_site = Site(site).require()
     # One passphrase for both keys: it opens the old one, and encrypts the new one.
@@ -172,12 +166,56 @@ def rotate(
     key = rotate_key(opened_site, old_key, secret)
     # The card is sealed with the new key, as proof that the site has it; the rotations beside it are sealed by both.
     card = make_card(opened_site, key)
-    write_atomic(out, with_rotations(card, published_rotations(opened_site)))
-    open_to_everyone(out)
+    write_card(opened_site, card, out)
     say(f"Rotated. The new signing key: {key.public.fingerprint}")
     say(
         f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on."
     )
+
+
+def say_first_look(look: "FirstLook", site: Site) -> None:
+    """Say what the images of a new site are, and which plans can use them."""
+    from silo.images.command import show
+
+    if look.num_adopted:
+        say(
+            f"Copied: decisions about {look.num_adopted} images of these data, made before the site existed.\n"
+        )
+    if look.summary:
+        show(look.summary, site)
+        problems = "; ".join(str(problem) for problem in look.problems)
+        if problems:
+            say(f"\nOnly plans with a table [transform] can use these data: {problems}.\n")
+        else:
+            say("\nOnly plans with a table [transform] and plans of volumes can use these data.\n")
+    for remark in look.remarks:
+        say(f"- {remark}")
+
+
+def say_site(site: Site, key: "SigningKey", *, digests: bool) -> None:
+    """Say what was made of a site."""
+    settings = site.settings()
+    say(
+        f"Site {settings.silo_id} in {site.path}, for federation {settings.federation} at {settings.address}."
+    )
+    if digests:
+        say(f"  signing key   {key.public.fingerprint}")
+        say(f"  root          {settings.root_digest}")
+    say(f"  isolation     {site.isolation}{_isolation_advice(site)}")
+    anchor_advice = ""
+    if settings.ledger.anchor is None:
+        anchor_advice = ", without an anchor: docs/how-to/run-a-silo.md"
+    say(f"  ledger        {site.ledger_path}{anchor_advice}")
+
+
+def write_card(site: Site, card: bytes, path: Path) -> None:
+    """Write a card with all changes of the site's key, so that an aggregator that missed one can follow the chain."""
+    from silo.setup import with_rotations
+    from silo.worker.rotation import published_rotations
+
+    write_atomic(path, with_rotations(card, published_rotations(site)))
+    # Nothing in it is secret, and whoever carries it to the aggregator may be another user.
+    open_to_everyone(path)
 
 
 def say_card(site: Site, path: Path, *, digests: bool) -> None:
@@ -197,12 +235,19 @@ def say_card(site: Site, path: Path, *, digests: bool) -> None:
         say(f"  signing key  {PublicKey.parse(card.signing_key).fingerprint}")
 
 
-def _absolute(path: Path | None) -> str | None:
-    # silo.toml keeps absolute paths: a later command or a service may run in another folder.
-    return str(path.resolve()) if path else None
+def absolute(path: Path | None) -> str | None:
+    """Return a path as silo.toml keeps it: a later command or a service may run in another folder."""
+    if path is None:
+        return None
+    return str(path.resolve())
 
 
-def _checked_id(silo_id: str) -> str:
+def checked_id(silo_id: str) -> str:
+    """Return a silo's name if it is one.
+
+    Raises:
+        SetupError: it is not.
+    """
     import re
 
     from ddm.protocol.base import SILO_ID_PATTERN

@@ -18,6 +18,7 @@ from ddm.images.ranges import (
     range_remarks,
 )
 from ddm.images.reasons import Reason
+from ddm.protocol.base import Unit
 from silo.data.problems import refuse_all
 from silo.images.report import unused_parts_text
 from silo.images.scan import ScannedImages, scan
@@ -124,6 +125,18 @@ class UnitCounts:
     images: int
     patients: int | None = None
     unused_parts: Counter[str] = field(default_factory=Counter)
+
+    def units(self, unit: Unit) -> int:
+        """Return how many units of this kind there are.
+
+        Raises:
+            ValueError: patients, which were not counted.
+        """
+        if unit == "image":
+            return self.images
+        if self.patients is None:
+            raise ValueError("patients were not counted")
+        return self.patients
 
 
 def count_units(
