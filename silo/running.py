@@ -14,6 +14,7 @@ from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.courier.service import CourierWatch, make_courier
 from silo.courier.supernode import Courier
+from silo.guide import guide_at_terminal
 from silo.worker.descriptions import describe_state
 from silo.worker.progress import read_note
 from silo.worker.state import State
@@ -29,6 +30,7 @@ class Narrator:
 
     def __init__(self, site: Site, every_s: float = 5.0) -> None:
         self._silo_id = site.settings().silo_id
+        self._site_path = site.path
         self._private = site.private
         self._every_s = every_s
         self._last_state = ""
@@ -59,8 +61,9 @@ class Narrator:
         _log.info("[%s] %s", self._silo_id, text)
         if state.state == "awaiting_approval":
             _log.info(
-                "[%s] what would leave: silo review; digest %s",
+                "[%s] what would leave: silo review %s; digest %s",
                 self._silo_id,
+                self._site_path,
                 state.submission_digest,
             )
         if state.problem:
@@ -78,8 +81,9 @@ class Narrator:
 
 def run_worker(site: Site, key: SigningKey) -> State:
     """Run the worker alone, as a service of its own user."""
-    with stop_on_signals() as stop:
-        return Worker(site, key, Narrator(site), site.isolation, stop).run()
+    with stop_on_signals() as stop, guide_at_terminal(site) as guide:
+        worker = Worker(site, key, Narrator(site), site.isolation, stop, on_wait=guide)
+        return worker.run()
 
 
 def run_both(site: Site, key: SigningKey) -> State:
@@ -93,8 +97,9 @@ def run_both(site: Site, key: SigningKey) -> State:
         watch.start()
         try:
             # In one process tree there is no boundary, whoever owns the folders.
-            worker = Worker(site, key, Narrator(site), "none", stop)
-            state = _run_to_end(worker, stop)
+            with guide_at_terminal(site) as guide:
+                worker = Worker(site, key, Narrator(site), "none", stop, on_wait=guide)
+                state = _run_to_end(worker, stop)
         finally:
             watch.close()
         # After the worker's own end: experts that were approved are in the outbox, whatever became of the courier.

@@ -163,6 +163,17 @@ def say(text: str, *, error: bool = False) -> None:
     print(escape_control(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
+def has_terminal() -> bool:
+    """Whether a person sits at the terminal of this process: no service has one, nor a job in the background."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    try:
+        # A shell with job control leaves its terminal to a background job, and stops it when it reads from there.
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
 def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
     """Ask at the terminal whether to go on.
 
