@@ -13,7 +13,7 @@ from ddm.system.processes import program
 from silo.config import Site
 from silo.plan.consent import read_waiting
 from silo.worker.approval import approval_path
-from silo.worker.descriptions import Circumstances, Outlook, describe_site
+from silo.worker.descriptions import Circumstances, Situation, describe_site
 from silo.worker.state import State
 
 _MAX_LINE_BYTES = 4096
@@ -44,19 +44,19 @@ class TerminalGuide:
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._described: Outlook | None = None
+        self._described: Situation | None = None
         self._page: subprocess.Popen[bytes] | None = None
 
     def __call__(self, state: State) -> None:
         """Say what the work waits for, if that is a person here and was not said yet."""
-        outlook = self._describe(state)
-        if outlook != self._described:
-            self._described = outlook
-            self._say(outlook, state)
-        if _may_review(state, outlook):
+        situation = self._describe(state)
+        if situation != self._described:
+            self._described = situation
+            self._say(situation, state)
+        if _may_review(state, situation):
             self._open_page_on_enter()
 
-    def _describe(self, state: State) -> Outlook:
+    def _describe(self, state: State) -> Situation:
         circumstances = Circumstances(
             running=True,
             # A worker keeps a problem only while it waits until that is removed.
@@ -66,17 +66,17 @@ class TerminalGuide:
         )
         return describe_site(state, circumstances, str(self._site.path))
 
-    def _say(self, outlook: Outlook, state: State) -> None:
-        if outlook.person != "silo":
+    def _say(self, situation: Situation, state: State) -> None:
+        if situation.person != "silo":
             return
         silo_id = self._site.settings().silo_id
-        say(f"[{silo_id}] waiting: {outlook.now}")
+        say(f"[{silo_id}] waiting: {situation.now}")
         if state.problem is not None:
             say(f"  problem  {state.problem.message} (code {state.problem.code})")
-        say(f"  needs    {outlook.needs}")
-        for command in outlook.commands:
+        say(f"  needs    {situation.needs}")
+        for command in situation.commands:
             say(f"  type in another terminal: {command}")
-        if _may_review(state, outlook):
+        if _may_review(state, situation):
             # A page that is still open shows an earlier draft.
             self.close()
             # An Enter from before this question is no answer to it.
@@ -110,8 +110,8 @@ class TerminalGuide:
         self._page = None
 
 
-def _may_review(state: State, outlook: Outlook) -> bool:
-    return state.state == "awaiting_approval" and outlook.person == "silo"
+def _may_review(state: State, situation: Situation) -> bool:
+    return state.state == "awaiting_approval" and situation.person == "silo"
 
 
 def _has_line() -> bool:

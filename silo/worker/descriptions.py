@@ -40,7 +40,7 @@ class Circumstances:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Situation:
     """What is happening at a site, and how it goes on.
 
     Attributes:
@@ -140,7 +140,7 @@ def describe_state(state: State, *, running: bool = True) -> str:
     return text
 
 
-def describe_site(state: State, circumstances: Circumstances, site: str = "SITE") -> Outlook:
+def describe_site(state: State, circumstances: Circumstances, site: str = "SITE") -> Situation:
     """Say what is happening at a site, what it needs, from whom, and what its operator types next.
 
     Args:
@@ -150,29 +150,29 @@ def describe_site(state: State, circumstances: Circumstances, site: str = "SITE"
     """
     run = f"silo run {site}"
     if circumstances.pause is not None:
-        outlook = _describe_pause(state, circumstances, site)
+        situation = _describe_pause(state, circumstances, site)
     elif circumstances.waiting_plan is not None and state.state in IDLE:
-        outlook = _describe_waiting_plan(circumstances.waiting_plan, site)
+        situation = _describe_waiting_plan(circumstances.waiting_plan, site)
     elif _is_stopped_by_problem(state, circumstances):
-        outlook = _describe_problem(state, circumstances, site)
+        situation = _describe_problem(state, circumstances, site)
     else:
-        outlook = _describe_progress(state, circumstances, site)
+        situation = _describe_progress(state, circumstances, site)
     if circumstances.running:
-        return outlook
-    return _without_worker(state, outlook, run)
+        return situation
+    return _without_worker(state, situation, run)
 
 
-def _without_worker(state: State, outlook: Outlook, run: str) -> Outlook:
+def _without_worker(state: State, situation: Situation, run: str) -> Situation:
     """Add that no worker is running, and the command that starts one."""
-    needs = outlook.needs
-    person = outlook.person
+    needs = situation.needs
+    person = situation.person
     if person == "nobody" and not _is_over(state):
         needs = _needs_worker(state)
         person = "silo"
-    commands = outlook.commands
+    commands = situation.commands
     if run not in commands:
         commands = (*commands, run)
-    return Outlook(f"{outlook.now}; {_NO_WORKER}", needs, person, commands)
+    return Situation(f"{situation.now}; {_NO_WORKER}", needs, person, commands)
 
 
 def _needs_worker(state: State) -> str:
@@ -206,12 +206,12 @@ def _is_stopped_by_problem(state: State, circumstances: Circumstances) -> bool:
     return circumstances.blocked or not circumstances.running
 
 
-def _describe_pause(state: State, circumstances: Circumstances, site: str) -> Outlook:
+def _describe_pause(state: State, circumstances: Circumstances, site: str) -> Situation:
     begun = describe_state(state, running=False)
     verb = "paused"
     if circumstances.running and not circumstances.stopped_for_pause:
         verb = "stopping at the next step, for a pause asked for"
-    return Outlook(
+    return Situation(
         now=f"{begun}; {verb} since {circumstances.pause}",
         needs="a person here who lets the work go on",
         person="silo",
@@ -219,8 +219,8 @@ def _describe_pause(state: State, circumstances: Circumstances, site: str) -> Ou
     )
 
 
-def _describe_waiting_plan(plan: WaitingPlan, site: str) -> Outlook:
-    return Outlook(
+def _describe_waiting_plan(plan: WaitingPlan, site: str) -> Situation:
+    return Situation(
         now=f"plan {plan.plan_id} waits for acceptance; it contains {plan.in_words}",
         needs="a person here who accepts that this plan processes the images",
         person="silo",
@@ -228,33 +228,33 @@ def _describe_waiting_plan(plan: WaitingPlan, site: str) -> Outlook:
     )
 
 
-def _describe_problem(state: State, circumstances: Circumstances, site: str) -> Outlook:
+def _describe_problem(state: State, circumstances: Circumstances, site: str) -> Situation:
     code = state.problem.code if state.problem else 0
     begun = describe_state(state, running=False)
     now = f"{begun}; the work stopped with code {code}"
     if circumstances.blocked:
         now = f"{begun}; the work waits, with code {code}"
     if code == AuditError.exit_code:
-        return Outlook(
+        return Situation(
             now=now,
             needs="a person here who waives the inconclusive audit for this plan, or gives the plan up",
             person="silo",
             commands=(f"silo waive {site} --role ROLE --reason REASON --until DAY",),
         )
-    return Outlook(
+    return Situation(
         now=now,
         needs="a person here who removes the problem below",
         person="silo",
     )
 
 
-def _describe_progress(state: State, circumstances: Circumstances, site: str) -> Outlook:
+def _describe_progress(state: State, circumstances: Circumstances, site: str) -> Situation:
     """Describe a state in which neither a pause nor a problem stops the work."""
     now = describe_state(state, running=circumstances.running)
     run = f"silo run {site}"
     match state.state:
         case "plan_refused":
-            return Outlook(
+            return Situation(
                 now=now,
                 needs="a person here who removes the problem below and starts `silo run` again, or declines the plan "
                 f"for good (`silo withdraw {site}`, while `silo run` is stopped)",
@@ -262,9 +262,9 @@ def _describe_progress(state: State, circumstances: Circumstances, site: str) ->
                 commands=(run,),
             )
         case "awaiting_approval" if circumstances.approved:
-            return Outlook("the draft is approved; it is signed and sent next")
+            return Situation("the draft is approved; it is signed and sent next")
         case "awaiting_approval":
-            return Outlook(
+            return Situation(
                 now=now,
                 needs="a person here who looks at all that would leave, and approves it on that page, or with "
                 f"`silo approve {site} --digest {state.submission_digest or 'DIGEST'}`",
@@ -272,28 +272,28 @@ def _describe_progress(state: State, circumstances: Circumstances, site: str) ->
                 commands=(f"silo review {site}",),
             )
         case "in_outbox" if state.held:
-            return Outlook(
+            return Situation(
                 now=now,
                 needs="a person at the aggregator who admits or refuses it",
                 person="aggregator",
             )
         case "refused":
-            return Outlook(
+            return Situation(
                 now=now,
                 needs=f"a person here who sends the same again (`silo run {site}`), trains on fixed images "
                 f"(`silo retrain {site}`), or gives the plan up (`silo withdraw {site}`)",
                 person="silo",
                 commands=(run,),
             )
-    return Outlook(now)
+    return Situation(now)
 
 
-def outlook_lines(outlook: Outlook, state: State, circumstances: Circumstances) -> list[str]:
-    """Return the lines that `silo status` prints of an outlook."""
-    lines = [f"  now      {outlook.now}"]
-    if outlook.needs:
-        lines.append(f"  needs    {outlook.needs}")
-    next_words = ", then ".join(outlook.commands)
+def situation_lines(situation: Situation, state: State, circumstances: Circumstances) -> list[str]:
+    """Return the lines that `silo status` prints of a situation."""
+    lines = [f"  now      {situation.now}"]
+    if situation.needs:
+        lines.append(f"  needs    {situation.needs}")
+    next_words = ", then ".join(situation.commands)
     lines.append(f"  next     {next_words or 'nothing to do here'}")
     # A worker that was started again tries again: until it has succeeded, the earlier problem is not one of now.
     is_trying_again = circumstances.running and not circumstances.blocked

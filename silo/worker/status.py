@@ -11,7 +11,7 @@ from silo.audit.document import read_report
 from silo.config import AUDIT_REPORT, Site
 from silo.plan.consent import is_accepted, read_waiting
 from silo.worker.approval import approval_path
-from silo.worker.descriptions import Circumstances, Outlook, describe_site, outlook_lines
+from silo.worker.descriptions import Circumstances, Situation, describe_site, situation_lines
 from silo.worker.pause import Pause, is_halted, present_pause
 from silo.worker.progress import NOTE_S, ProgressNote, read_note
 from silo.worker.state import State, StateName, present_state, reported_code
@@ -79,14 +79,14 @@ class SiteStatus:
     audit: tuple[str, str] | None
 
     @property
-    def outlook(self) -> Outlook:
+    def situation(self) -> Situation:
         """What is happening, what it needs, from whom, and what the operator types next."""
         return describe_site(self.state, self.circumstances, self.folder)
 
     @property
     def next_command(self) -> str | None:
         """What the operator types next; None where there is nothing to type."""
-        commands = self.outlook.commands
+        commands = self.situation.commands
         return commands[0] if commands else None
 
     def as_json(self) -> dict[str, object]:
@@ -101,16 +101,16 @@ class SiteStatus:
         if self.audit is not None:
             verdict, reason = self.audit
             audit = {"verdict": verdict, "reason": reason}
-        outlook = self.outlook
+        situation = self.situation
         return self.state.model_dump(mode="json", exclude={"format"}) | {
             "running": self.circumstances.running,
             "halted": self.circumstances.stopped_for_pause,
             "paused": pause,
             "progress": progress,
             "audit": audit,
-            "now": outlook.now,
-            "needs": outlook.needs,
-            "person": outlook.person,
+            "now": situation.now,
+            "needs": situation.needs,
+            "person": situation.person,
             "next": self.next_command,
         }
 
@@ -122,7 +122,7 @@ class SiteStatus:
             heading += f", plan {state.plan_id}"
         lines = [heading]
         lines += self._work_lines()
-        lines += outlook_lines(self.outlook, state, self.circumstances)
+        lines += situation_lines(self.situation, state, self.circumstances)
         return "\n".join(lines)
 
     def _work_lines(self) -> list[str]:

@@ -47,7 +47,7 @@ from silo.plan.workspace import TrainingRecord
 from silo.privacy.ledger import Debit
 from silo.worker import stages
 from silo.worker.approval import approve
-from silo.worker.descriptions import Circumstances, describe_site, outlook_lines
+from silo.worker.descriptions import Circumstances, describe_site, situation_lines
 from silo.worker.life import TRANSITIONS
 from silo.worker.retraining import assess_retraining, retrain
 from silo.worker.state import State, load_state, present_state, reported_code, state_path
@@ -230,8 +230,8 @@ class Both:
         """Every command that a message names can be typed now."""
         state = present_state(self.site)
         circumstances = Circumstances(running=False)
-        outlook = describe_site(state, circumstances)
-        said = " ".join(outlook_lines(outlook, state, circumstances))
+        situation = describe_site(state, circumstances)
+        said = " ".join(situation_lines(situation, state, circumstances))
         for verb in set(re.findall(r"`?silo (run|review|approve|retrain|withdraw)\b", said)):
             if verb in ("review", "approve"):
                 assert state.state == "awaiting_approval", said

@@ -27,12 +27,12 @@ def test_every_state_is_shown_with_and_without_a_worker() -> None:
 @pytest.mark.parametrize("view", VIEWS, ids=label)
 def test_silo_says_that_no_worker_runs_exactly_when_none_does(view: PlanLifeView) -> None:
     runs = view.worker in RUNS
-    assert ("no worker is running" in view.outlook.now) != runs
+    assert ("no worker is running" in view.situation.now) != runs
     if not runs:
-        assert not any(words in view.outlook.now for words in AT_WORK_WORDS)
-        assert "silo run SITE" in view.outlook.commands
+        assert not any(words in view.situation.now for words in AT_WORK_WORDS)
+        assert "silo run SITE" in view.situation.commands
     elif view.state.state != "plan_refused":
-        assert "silo run SITE" not in view.outlook.commands
+        assert "silo run SITE" not in view.situation.commands
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=label)
@@ -41,17 +41,17 @@ def test_both_sides_name_the_same_person_who_must_act(view: PlanLifeView) -> Non
         # Once the aggregator has heard of it, it needs nobody; until then the silo has to be connected.
         assert view.standing.label == "gave the plan up"
         return
-    assert view.outlook.person == view.standing.person
+    assert view.situation.person == view.standing.person
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=label)
 def test_person_who_must_act_learns_what_to_do_and_nobody_else_is_sent_for(
     view: PlanLifeView,
 ) -> None:
-    assert bool(view.outlook.needs) == (view.outlook.person != "nobody")
+    assert bool(view.situation.needs) == (view.situation.person != "nobody")
     assert bool(view.standing.step) == (view.standing.person != "nobody")
-    if view.outlook.person == "silo":
-        assert view.outlook.commands
+    if view.situation.person == "silo":
+        assert view.situation.commands
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=label)

@@ -16,7 +16,7 @@ from aggregator.monitoring.standing import (
 from ddm.errors import AuditError, DataError
 from ddm.system.console import EXIT_INTERRUPTED
 from ddm.transport.messages import SiloState
-from silo.worker.descriptions import Circumstances, Outlook, describe_site
+from silo.worker.descriptions import Circumstances, Situation, describe_site
 from silo.worker.life import AT_WORK, EVENTS, STATES, TRANSITIONS, Event
 from silo.worker.state import Problem, State
 from silo.worker.withdrawal import describe_consequences
@@ -101,13 +101,13 @@ class PlanLifeView:
     Attributes:
         state: the silo's.
         worker: whether its worker is running.
-        outlook: what `silo status` says.
+        situation: what `silo status` says.
         standing: what `aggregator status` says, once the silo has answered.
     """
 
     state: State
     worker: WorkerCase
-    outlook: Outlook
+    situation: Situation
     standing: StandingWords
 
 
@@ -142,7 +142,7 @@ def _view(state: State, worker: WorkerCase, code: int) -> PlanLifeView:
     return PlanLifeView(
         state=state,
         worker=worker,
-        outlook=describe_site(state, circumstances),
+        situation=describe_site(state, circumstances),
         standing=STANDINGS[aggregator_standing(state, code)],
     )
 
@@ -185,12 +185,12 @@ def _states() -> Iterator[str]:
             name += ", held"
         if view.state.state == "withdrawn" and not view.state.confirmed:
             name += ", not confirmed"
-        commands = ", then ".join(f"`{command}`" for command in view.outlook.commands)
+        commands = ", then ".join(f"`{command}`" for command in view.situation.commands)
         cells = (
             name,
             view.worker,
-            view.outlook.now,
-            view.outlook.needs or "nothing",
+            view.situation.now,
+            view.situation.needs or "nothing",
             commands or "nothing to do",
             view.standing.label,
             view.standing.step or "nothing to do",

@@ -49,7 +49,7 @@ def test_worker_that_ends_with_an_error_reports_its_exit_code_and_no_text(
     assert set(sent(site)) == set(StatusFile.model_fields)
     assert (sent(site)["state"], sent(site)["code"]) == ("plan_accepted", DataError.exit_code)
     shown = read_site_status(site)
-    assert shown.outlook.person == "silo"
+    assert shown.situation.person == "silo"
     assert f"the work stopped with code {DataError.exit_code}; no worker is running" in shown.text()
 
 
@@ -88,7 +88,7 @@ def test_attended_worker_waits_for_a_waiver_and_goes_on_when_it_is_written(
         assert reported_code(site) == AuditError.exit_code
         shown = read_site_status(site)
         # The lock is of this process, which is the worker.
-        assert shown.circumstances.blocked and shown.outlook.person == "silo"
+        assert shown.circumstances.blocked and shown.situation.person == "silo"
         assert "no worker is running" not in shown.text()
         waited_in.append(state.state)
         options = ("--role", "a role", "--reason", "a reason", "--until", "2999-01-01")
