@@ -1,8 +1,10 @@
 """A federation: its folders, federation.toml, the current plan."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
@@ -202,27 +204,39 @@ class Federation(PublisherFolder):
 
     def delegated_plan(self) -> str:
         """Read the plan whose files the newest `targets` delegates to the role `plans`; empty before the first one."""
-        for role in self._delegations()["roles"]:
-            if role["name"] == PLANS and role["paths"]:
-                # Targets are called PLAN_ID/NAME, so that the first part of any path is the plan.
-                path: str = role["paths"][0]
-                return path.split("/")[0]
-        return ""
+        return self._targets().plan_id
 
-    def delegations(self) -> dict[str, str]:
+    def delegations(self) -> Mapping[str, str]:
         """Read the key to which the newest `targets` delegates each silo's role."""
-        delegations = self._delegations()
-        key_by_role = {}
-        for role in delegations["roles"]:
-            name = str(role["name"])
-            if split_silo_role(name):
-                # A silo's role has one key.
-                key = delegations["keys"][role["keyids"][0]]
-                key_by_role[name] = f"ed25519:{key['keyval']['public']}"
-        return key_by_role
+        return self._targets().key_of_role
 
-    def _delegations(self) -> dict[str, Any]:
-        data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
-        targets = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)
-        delegations: dict[str, Any] = targets["signed"]["delegations"]
-        return delegations
+    def _targets(self) -> "_Delegations":
+        return _parse_delegations(read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES))
+
+
+@dataclass(frozen=True)
+class _Delegations:
+    """What `targets` delegates: the plan whose files `plans` may list, and the key of each silo's role."""
+
+    plan_id: str
+    key_of_role: Mapping[str, str]
+
+
+# The file is read anew each time and parsed when it has changed: intake asks once for each submission, and to parse the
+# delegations to a thousand silos takes longer than to verify one of them.
+@lru_cache(maxsize=1)
+def _parse_delegations(data: bytes) -> _Delegations:
+    targets = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)
+    delegations = targets["signed"]["delegations"]
+    plan_id = ""
+    key_of_role = {}
+    for role in delegations["roles"]:
+        name = str(role["name"])
+        if name == PLANS and role["paths"]:
+            # Targets are called PLAN_ID/NAME, so that the first part of any path is the plan.
+            plan_id = str(role["paths"][0]).split("/")[0]
+        if split_silo_role(name):
+            # A silo's role has one key.
+            key = delegations["keys"][role["keyids"][0]]
+            key_of_role[name] = f"ed25519:{key['keyval']['public']}"
+    return _Delegations(plan_id, key_of_role)

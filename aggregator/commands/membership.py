@@ -138,8 +138,9 @@ def enroll(
 ) -> None:
     """Enroll silos or their new keys, and agree to their sizes; each operator reads out the code of the card."""
     from aggregator.membership.registry import (
+        CardFile,
         check_agreed_size,
-        enroll_silo,
+        enroll_silos,
         read_card_file,
         read_cards,
     )
@@ -150,22 +151,36 @@ def enroll(
     for card, _ in received:
         check_agreed_size(card, images, patients)
     codes = _codes_of_silos(code or [], [card.silo_id for card, _ in received])
+    enrolled_cards = read_cards(federation)
+    known = []
+    to_compare = []
     for path, (card, rotated) in zip(cards, received, strict=True):
-        enrolled_card = read_cards(federation).get(card.silo_id)
+        enrolled_card = enrolled_cards.get(card.silo_id)
         if enrolled_card is not None and rotated is not None:
             # Its old key, which is enrolled, signed the new one: nobody has to compare anything.
             _take_rotation(federation, rotated)
         elif enrolled_card == card:
             # Its digest stands for what was compared then. The checks are made again, since the silo may have been
             # removed meanwhile.
-            enroll_silo(federation, path, images=images, patients=patients, code=card.digest)
+            known.append(CardFile(path, card.digest))
+        elif card.silo_id in codes or yes:
+            known.append(CardFile(path, codes.get(card.silo_id)))
+        else:
+            to_compare.append((path, card))
+
+    enrolled = enroll_silos(federation, known, images=images, patients=patients)
+    for card_file, card in zip(known, enrolled, strict=True):
+        if enrolled_cards.get(card.silo_id) == card:
             say(f"{card.silo_id} is enrolled with this card already, for at most {card.agreed}.")
         else:
-            silo_code = codes.get(card.silo_id)
-            if silo_code is None and not yes:
-                silo_code = _ask_code(card)
-            _enroll_card(federation, path, silo_code, images, patients)
-        if digests:
+            _say_enrolled(card, card_file.code)
+    # One after the other: what was compared on the telephone counts, whatever comes of the next call.
+    for path, card in to_compare:
+        silo_code = _ask_code(card)
+        enroll_silos(federation, [CardFile(path, silo_code)], images=images, patients=patients)
+        _say_enrolled(card, silo_code)
+    if digests:
+        for card, _ in received:
             _say_digests(card)
 
 
@@ -210,18 +225,10 @@ def _ask_code(card: "Card") -> str:
     )
 
 
-def _enroll_card(
-    federation: Federation,
-    path: Path,
-    code: str | None,
-    images: int | None,
-    patients: int | None,
-) -> None:
-    """Enroll a silo by its card; say its code where nobody compared it yet."""
-    from aggregator.membership.registry import enroll_silo
+def _say_enrolled(card: "Card", code: str | None) -> None:
+    """Say that a silo was enrolled by its card; and the card's code, where nobody compared it yet."""
     from ddm.trust.comparison import CodeSubject, comparison_code
 
-    card = enroll_silo(federation, path, images=images, patients=patients, code=code)
     say(
         f"Enrolled {card.silo_id} for at most {card.agreed}, which bounds its prior from the next plan on."
     )
@@ -248,6 +255,7 @@ def _say_digests(card: "Card") -> None:
     """Print the digests of a card and of the key that it names."""
     from aggregator.membership.registry import signing_key
 
+    say(f"Digests of {card.silo_id}:")
     say(f"  card         {card.digest}")
     say(f"  signing key  {signing_key(card).fingerprint}")
 

@@ -32,13 +32,14 @@ def quarantine(
     """List the submissions that wait for a decision: reasons, and losses beside those of accepted experts."""
     from aggregator.intake.examination import Examiner
     from aggregator.intake.quarantine import quarantined_submissions
+    from aggregator.membership.withdrawal import remaining_silos
     from ddm.routers.evaluation import BANDS
 
     federation = Federation(fed).require()
     plan, _ = federation.current_plan()
     waiting = _undecided(federation, quarantined_submissions(federation, plan.plan_id))
     examiner = Examiner(federation, plan)
-    accepted = examiner.accepted()
+    accepted = examiner.accepted(remaining_silos(federation, plan))
     # A silo that was accepted early is compared again with those that came later.
     outliers = examiner.outliers(accepted)
     for silo_id, reason in _overweight(federation, accepted).items():
@@ -125,10 +126,11 @@ def _admit_accepted(federation: Federation, silo_id: str, reason: str, units: in
     """Admit an accepted silo in spite of a rule that applies by now, or lower its units."""
     from aggregator.intake.examination import Examiner
     from aggregator.intake.inventory import take_inventory
+    from aggregator.membership.withdrawal import remaining_silos
 
     plan, _ = federation.current_plan()
     examiner = Examiner(federation, plan)
-    accepted = examiner.accepted()
+    accepted = examiner.accepted(remaining_silos(federation, plan))
     flagged_silos: Mapping[Rule, Collection[str]] = {
         "stands_apart": examiner.outliers(accepted),
         "influence": _overweight(federation, accepted),
@@ -200,10 +202,13 @@ def _rules_shown(federation: Federation, waiting: "QuarantineEntry") -> "list[Ru
     """Return the rules by which a submission waits; None, which covers all, where their record is gone."""
     from aggregator.intake.claims import claim_faults
     from aggregator.intake.flags import flags_of
+    from aggregator.membership.withdrawal import remaining_silos
 
     record = waiting.record
     plan, _ = federation.current_plan()
-    rules: set[Rule] = set(claim_faults(federation, plan, record.silo_id, record.num_units))
+    remaining = remaining_silos(federation, plan)
+    faults = claim_faults(federation, plan, record.silo_id, record.num_units, remaining)
+    rules: set[Rule] = set(faults)
     for expert_rules in flags_of(federation, record.plan_id, record.submission_digest).values():
         rules.update(expert_rules)
     return sorted(rules) or None

@@ -6,7 +6,7 @@ all units. So a submission that states more than was agreed at enrolment, or tha
 with one above what was agreed; the manifest then carries that number and the reason.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from aggregator.config import Federation
@@ -16,8 +16,6 @@ from aggregator.intake.quarantine import (
     decisions_on,
     is_admitted,
 )
-from aggregator.membership.registry import member_cards
-from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
@@ -69,7 +67,13 @@ def counted_units(
     return CountedUnits(units)
 
 
-def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int) -> dict[Rule, str]:
+def claim_faults(
+    federation: Federation,
+    plan: Plan,
+    silo_id: str,
+    claimed: int,
+    remaining: Set[str],
+) -> dict[Rule, str]:
     """Describe what is implausible about the number of units that a silo states, whatever its statistics, by rule.
 
     Args:
@@ -77,8 +81,8 @@ def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int)
         plan: the plan.
         silo_id: the silo.
         claimed: the number.
+        remaining: the plan's silos that take part (`remaining_silos`).
     """
-    present = set(member_cards(federation, plan)) - set(withdrawn_silos(federation, plan))
     max_influence = federation.settings().max_influence
     agreed = agreed_units(plan, silo_id)
     unit = plan.statistics.unit
@@ -91,7 +95,7 @@ def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int)
     units = {
         other: agreed_units(plan, other)
         for other in plan.members
-        if other != silo_id and other in present
+        if other != silo_id and other in remaining
     }
     units[silo_id] = claimed
     share = overweight(units, max_influence).get(silo_id)

@@ -1,6 +1,6 @@
 """Measures submitted experts on the federation's public images, each once; `intake.screening` has the rules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,11 +25,9 @@ from aggregator.intake.screening import (
 )
 from aggregator.intake.secret import load_screening_secret
 from aggregator.intake.trial import Trial
-from aggregator.membership.registry import member_cards
-from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.diffusion.path import path_named
 from ddm.errors import RefusedError
-from ddm.io.files import read_bounded, write_atomic
+from ddm.io.files import FileIdentity, file_identity, read_bounded, write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.models import training_flops
 from ddm.models.streamed import StreamedExpert, stored_tensors
@@ -99,6 +97,11 @@ class Examiner:
 
     @cached_property
     def _trials(self) -> dict[ExpertObjective, Trial]:
+        return {}
+
+    @cached_property
+    def _accepted(self) -> dict[str, tuple[FileIdentity, Examination]]:
+        """The examination of each accepted submission that was read, and the document that it is of."""
         return {}
 
     def trial(self, silo_id: str) -> Trial:
@@ -195,19 +198,31 @@ class Examiner:
         )
         return Examination(silo_id, digest, figures)
 
-    def accepted(self) -> dict[str, Examination]:
-        """Measure the experts of every accepted submission, by silo."""
-        withdrawn = withdrawn_silos(self.federation, self.plan)
+    def accepted(self, remaining: Set[str]) -> dict[str, Examination]:
+        """Measure the experts of every accepted submission, by silo; each document is read once.
+
+        Args:
+            remaining: the plan's silos that take part (`remaining_silos`).
+        """
         examinations = {}
-        for silo_id in member_cards(self.federation, self.plan):
+        for silo_id in sorted(remaining):
             folder = self.federation.accepted_folder(self.plan, silo_id)
-            if silo_id in withdrawn or not folder.is_dir():
+            identity = file_identity(folder / submission_path(silo_id))
+            # The folder of a silo appears by a rename once intake has accepted its submission.
+            if identity is None:
                 continue
-            document = read_bounded(folder / submission_path(silo_id), MAX_DOCUMENT_BYTES)
-            submission = Submission.parse(document, subject=f"submission of {silo_id}")
-            digest = sha256_hex(document)
-            examinations[silo_id] = self.examine(silo_id, submission, digest, folder)
+            known_identity, examination = self._accepted.get(silo_id, (None, None))
+            # With hundreds of silos, to read all of them again for each submission would take most of the time.
+            if examination is None or known_identity != identity:
+                examination = self._examine_accepted(silo_id, folder)
+                self._accepted[silo_id] = (identity, examination)
+            examinations[silo_id] = examination
         return examinations
+
+    def _examine_accepted(self, silo_id: str, folder: Path) -> Examination:
+        document = read_bounded(folder / submission_path(silo_id), MAX_DOCUMENT_BYTES)
+        submission = Submission.parse(document, subject=f"submission of {silo_id}")
+        return self.examine(silo_id, submission, sha256_hex(document), folder)
 
     def faults(self, new: Examination, accepted: Mapping[str, Examination]) -> list[str]:
         """Describe what is implausible about a submission, alone and beside other silos', and store its flags."""

@@ -320,15 +320,20 @@ def copy_faults(
     figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training
 ) -> list[Fault]:
     """Name the experts that this one copies: byte for byte or, after enough training, by its predictions."""
+    owners = [silo_id for silo_id, experts in others.items() for _ in experts]
+    other_experts = [expert for experts in others.values() for expert in experts]
+    predicts_same_E = np.zeros(len(other_experts), dtype=bool)
+    # An expert that hardly moved from its random weights predicts what every such expert does.
+    if other_experts and travel(training) >= MIN_TRAVEL:
+        predicts_same_E = _predict_the_same(figures, other_experts)
     descriptions = []
-    for silo_id, experts in others.items():
-        for other in experts:
-            if other.digest == figures.digest:
-                descriptions.append(
-                    f" is identical, byte for byte, to expert {other.expert_id} of {silo_id}"
-                )
-            elif travel(training) >= MIN_TRAVEL and _predict_the_same(figures, other):
-                descriptions.append(f" predicts the same as expert {other.expert_id} of {silo_id}")
+    for silo_id, other, predicts_same in zip(owners, other_experts, predicts_same_E, strict=True):
+        if other.digest == figures.digest:
+            descriptions.append(
+                f" is identical, byte for byte, to expert {other.expert_id} of {silo_id}"
+            )
+        elif predicts_same:
+            descriptions.append(f" predicts the same as expert {other.expert_id} of {silo_id}")
     return [Fault(expert_id=figures.expert_id, flag="copy", words=words) for words in descriptions]
 
 
@@ -348,7 +353,8 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
     # Of two experts that differ, nobody can tell which one stands apart.
     if num_experts < MIN_EXPERTS:
         return {}
-    log_EZ = np.log(np.stack([figures.loss_Z for _, figures in experts]))
+    loss_EZN = np.asarray([figures.losses for _, figures in experts])
+    log_EZ = np.log(loss_EZN.mean(2))
     # Median and median deviation, which a minority of bad experts cannot move.
     median_Z = np.median(log_EZ, axis=0)
     distance_EZ = log_EZ - median_Z
@@ -358,37 +364,37 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
     ratio_EZ = np.exp(distance_EZ)
 
     faults: dict[str, list[Fault]] = {}
-    for number, (silo_id, figures) in enumerate(experts):
-        for band_number, band in enumerate(BANDS):
-            deviations = deviations_EZ[number, band_number]
-            if deviations <= MAX_DEVIATIONS:
-                continue
-            ratio = ratio_EZ[number, band_number]
-            words = (
-                f": {_at(band)} its loss is {ratio:.3g} times the median of {num_experts} experts, "
-                f"{deviations:.1f} deviations"
-            )
-            fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=words)
-            faults.setdefault(silo_id, []).append(fault)
+    # Written in this way, since a value that is not a number must be a fault too.
+    for number, band_number in np.argwhere(~(deviations_EZ <= MAX_DEVIATIONS)):
+        silo_id, figures = experts[number]
+        ratio = ratio_EZ[number, band_number]
+        deviations = deviations_EZ[number, band_number]
+        words = (
+            f": {_at(BANDS[band_number])} its loss is {ratio:.3g} times the median of {num_experts} experts, "
+            f"{deviations:.1f} deviations"
+        )
+        fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=words)
+        faults.setdefault(silo_id, []).append(fault)
     return faults
 
 
-def _predict_the_same(first: ExpertFigures, second: ExpertFigures) -> bool:
-    """Whether two experts have the same loss on every image, or nearly the same answers."""
-    first_ZN = np.asarray(first.losses)
-    second_ZN = np.asarray(second.losses)
-    difference_ZN = np.abs(first_ZN - second_ZN)
-    max_difference_ZN = MAX_DIFFERENCE_OF_COPIES * np.minimum(first_ZN, second_ZN)
+def _predict_the_same(expert: ExpertFigures, others: Sequence[ExpertFigures]) -> NDArray[np.bool_]:
+    """Return which of the others have the same loss as an expert on every image, or nearly the same answers."""
+    loss_ZN = np.asarray(expert.losses)
+    other_loss_EZN = np.asarray([other.losses for other in others])
+    difference_EZN = np.abs(other_loss_EZN - loss_ZN)
+    max_difference_EZN = MAX_DIFFERENCE_OF_COPIES * np.minimum(other_loss_EZN, loss_ZN)
     # Other noise in the weights changes the bytes of a copy and hardly its losses; two trainings differ in some of
     # them.
-    if bool((difference_ZN <= max_difference_ZN).all()):
-        return True
-    first_A = np.asarray(first.answers)
-    second_A = np.asarray(second.answers)
-    first_error = float(np.square(first_A).mean())
-    second_error = float(np.square(second_A).mean())
-    difference = float(np.square(first_A - second_A).mean())
-    return difference < MAX_ANSWER_DIFFERENCE_OF_COPIES * min(first_error, second_error)
+    same_losses_E = (difference_EZN <= max_difference_EZN).all(axis=(1, 2))
+
+    answer_A = np.asarray(expert.answers)
+    other_answer_EA = np.asarray([other.answers for other in others])
+    error = np.square(answer_A).mean()
+    other_error_E = np.square(other_answer_EA).mean(1)
+    difference_E = np.square(other_answer_EA - answer_A).mean(1)
+    max_difference_E = MAX_ANSWER_DIFFERENCE_OF_COPIES * np.minimum(error, other_error_E)
+    return np.asarray(same_losses_E | (difference_E < max_difference_E))
 
 
 def _at(band: tuple[float, float]) -> str:

@@ -41,7 +41,7 @@ from aggregator.intake.quarantine import (
     quarantined_submissions,
 )
 from aggregator.membership.registry import (
-    active_cards,
+    active_card,
     check_ledger,
     read_known_ledger,
     record_ledger,
@@ -50,6 +50,7 @@ from aggregator.membership.registry import (
 from aggregator.membership.withdrawal import (
     LEFT_BY_ITSELF,
     finish_withdrawal,
+    remaining_silos,
     withdraw_silo,
     withdrawn_silos,
 )
@@ -102,6 +103,7 @@ class IntakeService:
         self.files = PlanFiles.load(self.plan, federation.plan_targets(self.plan.plan_id))
         self.examiner = Examiner(federation, self.plan, on_expert)
         self._silos_removed: set[str] = set()
+        self._remaining: frozenset[str] | None = None
 
     def locked(self) -> AbstractContextManager[None]:
         """Lock intake, so that one process at a time takes in submissions.
@@ -123,6 +125,7 @@ class IntakeService:
         """
         self._withdraw_silos_that_left()
         self._finish_withdrawals()
+        self._remaining = None
         num_answered = self._apply_decisions()
         num_answered += self._take_in_arrivals()
         return num_answered
@@ -137,7 +140,7 @@ class IntakeService:
                 continue
             # The ServerApp can write here, so only the silo's own key counts.
             try:
-                card = active_cards(self.federation, self.plan).get(silo_id)
+                card = active_card(self.federation, self.plan, silo_id)
                 if card is None:
                     continue
                 sealed = read_bounded(path, MAX_LEAVE_BYTES)
@@ -328,9 +331,16 @@ class IntakeService:
         with reading_federation_files():
             # A damaged file of the federation must not look like a fault of the submission.
             self.examiner.trial(silo_id)
-            accepted = self.examiner.accepted()
+            remaining = self._remaining_silos()
+            accepted = self.examiner.accepted(remaining)
             admitted = is_admitted(decisions_on(self.federation, verified.digest))
-            claims = claim_faults(self.federation, self.plan, silo_id, submission.num_units)
+            claims = claim_faults(
+                self.federation,
+                self.plan,
+                silo_id,
+                submission.num_units,
+                remaining,
+            )
         examination = self.examiner.examine(silo_id, submission, verified.digest, folder)
         reasons = [*claims.values(), *self.examiner.faults(examination, accepted)]
         if not reasons or admitted:
@@ -351,6 +361,12 @@ class IntakeService:
         quarantine_submission(self.federation, record, folder)
         self.on_quarantine(record)
         return True
+
+    def _remaining_silos(self) -> frozenset[str]:
+        """Return the silos beside which an expert is screened, read once a step: who may answer is read each time."""
+        if self._remaining is None:
+            self._remaining = remaining_silos(self.federation, self.plan)
+        return self._remaining
 
     def sign_receipt(
         self,
@@ -400,7 +416,7 @@ class IntakeService:
 
     def _expectation(self, silo_id: str, sequence: int) -> Expectation:
         with reading_federation_files():
-            card = active_cards(self.federation, self.plan).get(silo_id)
+            card = active_card(self.federation, self.plan, silo_id)
         if card is None:
             raise PolicyError(
                 f"silo {silo_id}",

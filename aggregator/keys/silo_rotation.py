@@ -11,9 +11,9 @@ from pathlib import Path
 from aggregator.config import Federation
 from aggregator.membership.registry import (
     MAX_ROTATED_BYTES,
+    UsedKeys,
     card_of,
     check_card_federation,
-    check_keys_unused,
     read_card,
     read_cards,
     signing_key,
@@ -69,7 +69,7 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
                     expected="every rotation taken in before, and those after them",
                     got="fewer rotations",
                 )
-        check_keys_unused(federation, card)
+        UsedKeys.read(federation).check_unused(card)
         if card.signing_key != present.signing_key:
             entry = SiloKeyChanged(
                 silo_id=card.silo_id,

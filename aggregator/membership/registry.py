@@ -8,8 +8,9 @@ operator compares fingerprint and size with the silo through a second channel. H
  * a ledger only grows (`check_ledger`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,7 +44,7 @@ from ddm.trust.envelope import open_sealed
 from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey
 from ddm.trust.log.entries import SiloEnrolled
-from ddm.trust.paths import silo_role
+from ddm.trust.paths import is_silo_id, silo_role
 
 MAX_ROTATED_BYTES = 1024 * 1024
 MAX_REMOVED_BYTES = 2 * MAX_ROTATED_BYTES
@@ -153,58 +154,175 @@ def enroll_silo(
     patients: int | None = None,
     code: str | None = None,
 ) -> Card:
-    """Keep a silo's card, and with it agree to its size; a new key for an enrolled silo is refused.
+    """Keep one silo's card; see `enroll_silos`."""
+    card_file = CardFile(card_path, code)
+    return enroll_silos(federation, [card_file], images=images, patients=patients)[0]
 
-    The card may come again, with the same size or another one, which then counts from the next plan on.
+
+@dataclass(frozen=True)
+class CardFile:
+    """A file with a card to enroll.
+
+    Attributes:
+        path: what `silo enroll` or `silo rotate` wrote.
+        code: of the card, as the silo's operator read it out; None where operators compare it in another way.
+    """
+
+    path: Path
+    code: str | None = None
+
+
+def enroll_silos(
+    federation: Federation,
+    card_files: Sequence[CardFile],
+    *,
+    images: int | None = None,
+    patients: int | None = None,
+) -> list[Card]:
+    """Keep the cards of silos, and with them agree to their sizes; all of them, or none where one is refused.
+
+    A new key for an enrolled silo is refused. A card may come again, with the same size or another one, which then
+    counts from the next plan on. The cards enrolled before are read once, however many new ones there are.
 
     Args:
         federation: the operator's folder.
-        card_path: the card.
-        images: the most images that the operator agrees to; None agrees to what the card states.
-        patients: the most patients.
-        code: of the card, as the silo's operator read it out; None where operators compare it in another way.
+        card_files: the cards.
+        images: the most images of a silo that the operator agrees to; None agrees to what each card states.
+        patients: the most patients of a silo.
+
+    Returns:
+        The cards, in the order of their files.
 
     Raises:
-        DigestError: it is the code of another card.
-        BusyError: this silo is enrolled with another key, or has a rotated card, which a plain one does not replace; or
-            one of these keys belongs to another silo.
-        FederationError: the card was made for another federation.
-        PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
+        DigestError: a code is that of another card.
+        BusyError: a silo is enrolled with another key, or has a rotated card, which a plain one does not replace; or a
+            key belongs to another silo.
+        FederationError: a card was made for another federation.
+        PolicyError: a key belonged to a silo that was removed; or a card states more than was agreed.
         BusyError: another process signs.
     """
-    data, _ = _read_card_bytes(card_path)
-    card = read_card(data)
-    check_card_federation(federation, card)
-    check_agreed_size(card, images, patients)
-    # Of the very bytes that are kept below: the file may be another one than when the operator looked at it.
-    if code is not None:
-        check_card_code(card, code)
+    new_cards = [_NewCard.read(card_file.path) for card_file in card_files]
+    for card_file, new_card in zip(card_files, new_cards, strict=True):
+        check_card_federation(federation, new_card.card)
+        check_agreed_size(new_card.card, images, patients)
+        # Of the very bytes that are kept below: the file may be another one than when the operator looked at it.
+        if card_file.code is not None:
+            check_card_code(new_card.card, card_file.code)
     with federation.signing_lock():
-        check_keys_unused(federation, card)
-        _check_new(federation, card)
-        _check_not_rotated(federation, card)
+        used_keys = UsedKeys.read(federation)
+        entries = []
+        # Every check comes before the first write, and each card counts for those after it.
+        for new_card in new_cards:
+            card = new_card.card
+            used_keys.check_unused(card)
+            used_keys.check_new(card)
+            _check_not_rotated(federation, card)
+            if card.silo_id not in used_keys.cards:
+                entry = SiloEnrolled(
+                    silo_id=card.silo_id,
+                    key_fingerprint=signing_key(card).fingerprint,
+                )
+                entries.append(entry)
+            used_keys.add(card)
         # The log first: a card that counts is always in the log, whenever this process ends.
-        if card.silo_id not in read_cards(federation):
-            append_entries(
-                federation,
-                SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint),
+        append_entries(federation, *entries)
+        for new_card in new_cards:
+            write_atomic(federation.registry / f"{new_card.card.silo_id}.json", new_card.data)
+    return [new_card.card for new_card in new_cards]
+
+
+@dataclass(frozen=True)
+class _NewCard:
+    """A card to enroll: what it states, and its sealed bytes."""
+
+    card: Card
+    data: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> "_NewCard":
+        data, _ = _read_card_bytes(path)
+        return cls(read_card(data), data)
+
+
+@dataclass(frozen=True)
+class UsedKeys:
+    """The keys that silos of a federation have, had or will have: whoever comes later needs keys of its own.
+
+    Attributes:
+        cards: the card of each enrolled silo.
+        silos_of_key: signing or node key to the enrolled silos that have it; a signing key also to those that had it
+            before a rotation, or will have it after one.
+        removal_of_key: signing or node key to the record of the removed silo that had it.
+    """
+
+    cards: dict[str, Card]
+    silos_of_key: dict[str, set[str]]
+    removal_of_key: Mapping[str, RemovalRecord]
+
+    @classmethod
+    def read(cls, federation: Federation) -> "UsedKeys":
+        """Read them from the registry; each card is opened once."""
+        removal_of_key = {}
+        for record in read_removals(federation):
+            card = read_card(record.card.encode())
+            # The keys from before a rotation count as well, since they may be in other hands too.
+            for key in (card.node_key, card.signing_key, *_keys_in_rotations(record.rotations)):
+                removal_of_key[key] = record
+        used_keys = cls(cards={}, silos_of_key={}, removal_of_key=removal_of_key)
+        for card in read_cards(federation).values():
+            used_keys.add(card)
+        for silo_id, rotations in rotations_of(federation).items():
+            for key in _keys_in_rotations(rotations):
+                used_keys.silos_of_key.setdefault(key, set()).add(silo_id)
+        return used_keys
+
+    def add(self, card: Card) -> None:
+        """Count the keys of a card that is enrolled."""
+        self.cards[card.silo_id] = card
+        for key in (card.signing_key, card.node_key):
+            self.silos_of_key.setdefault(key, set()).add(card.silo_id)
+
+    def check_unused(self, card: Card) -> None:
+        """Refuse keys that belonged to a removed silo, or a signing key that another silo has, had or will have.
+
+        Raises:
+            PolicyError: a key belonged to a silo that was removed.
+            BusyError: the signing key belongs or belonged to a silo.
+        """
+        # A silo is removed because its keys may be in other hands: they must not come back under another name.
+        for key in (card.signing_key, card.node_key):
+            record = self.removal_of_key.get(key)
+            if record is not None:
+                raise PolicyError(
+                    f"silo {card.silo_id}",
+                    expected="keys that never belonged to a removed silo",
+                    got=f"a key of {record.silo_id}, removed {record.at:%Y-%m-%d}",
+                    remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
+                )
+        owners = self._other_silos(card, card.signing_key)
+        if owners:
+            raise BusyError(
+                f"silo {card.silo_id}",
+                expected="a key of its own",
+                got=f"a key of {owners[0]}, present or rotated",
+                remedy="Ask the silo to make a key that nobody ever had: "
+                "`silo rotate`, or `silo init` in a new folder.",
             )
-        write_atomic(federation.registry / f"{card.silo_id}.json", data)
-    return card
 
+    def check_new(self, card: Card) -> None:
+        """Refuse another key for an enrolled silo, and a node key that another silo has.
 
-def _check_new(federation: Federation, card: Card) -> None:
-    """Refuse another key for an enrolled silo, and a key that another silo has."""
-    for other_id, other in read_cards(federation).items():
-        same_signing_key = other.signing_key == card.signing_key
-        same_node_key = other.node_key == card.node_key
-        if other_id == card.silo_id:
-            is_conflict = not (same_signing_key and same_node_key)
+        Raises:
+            BusyError: either of them.
+        """
+        got = None
+        present = self.cards.get(card.silo_id, card)
+        if present.signing_key != card.signing_key or present.node_key != card.node_key:
             got = "a silo already enrolled with another key"
-        else:
-            is_conflict = same_signing_key or same_node_key
-            got = f"a key of {other_id}"
-        if is_conflict:
+        owners = self._other_silos(card, card.node_key)
+        if owners:
+            got = f"a key of {owners[0]}"
+        if got is not None:
             raise BusyError(
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
@@ -212,6 +330,9 @@ def _check_new(federation: Federation, card: Card) -> None:
                 remedy="Check the fingerprint with the silo. It replaces its key with `silo rotate`; if it was lost "
                 "or stolen, `aggregator remove` the silo first.",
             )
+
+    def _other_silos(self, card: Card, key: str) -> list[str]:
+        return sorted(self.silos_of_key.get(key, set()) - {card.silo_id})
 
 
 def _check_not_rotated(federation: Federation, card: Card) -> None:
@@ -224,41 +345,6 @@ def _check_not_rotated(federation: Federation, card: Card) -> None:
             got="a card alone",
             remedy="Ask the silo for what `silo enroll` writes now.",
         )
-
-
-def check_keys_unused(federation: Federation, card: Card) -> None:
-    """Refuse keys that belonged to a removed silo, or a signing key that another silo has, had or will have.
-
-    Raises:
-        PolicyError: a key belonged to a silo that was removed.
-        BusyError: the signing key belongs or belonged to a silo.
-    """
-    # A silo is removed because its keys may be in other hands: they must not come back under another name.
-    for record in read_removals(federation):
-        old = read_card(record.card.encode())
-        old_signing_keys = {old.signing_key, *_keys_in_rotations(record.rotations)}
-        # The keys from before a rotation count as well, since they may be in other hands too.
-        if card.node_key == old.node_key or card.signing_key in old_signing_keys:
-            raise PolicyError(
-                f"silo {card.silo_id}",
-                expected="keys that never belonged to a removed silo",
-                got=f"a key of {old.silo_id}, removed {record.at:%Y-%m-%d}",
-                remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
-            )
-    keys_of_silo = {
-        other_id: {other.signing_key} for other_id, other in read_cards(federation).items()
-    }
-    for silo_id, rotations in rotations_of(federation).items():
-        keys_of_silo.setdefault(silo_id, set()).update(_keys_in_rotations(rotations))
-    for silo_id, keys in sorted(keys_of_silo.items()):
-        if silo_id != card.silo_id and card.signing_key in keys:
-            raise BusyError(
-                f"silo {card.silo_id}",
-                expected="a key of its own",
-                got=f"a key of {silo_id}, present or rotated",
-                remedy="Ask the silo to make a key that nobody ever had: "
-                "`silo rotate`, or `silo init` in a new folder.",
-            )
 
 
 def rotations_of(federation: Federation) -> Mapping[str, tuple[str, ...]]:
@@ -337,15 +423,33 @@ def card_of(federation: Federation, silo_id: str) -> Card:
     Raises:
         MissingFileError: the silo is not enrolled.
     """
-    cards = read_cards(federation)
-    if silo_id not in cards:
+    card = find_card(federation, silo_id)
+    if card is None:
+        enrolled = ", ".join(read_cards(federation)) or "none"
         raise MissingFileError(
             f"silo {silo_id}",
             expected="an enrolled silo",
-            got=f"a silo that is not enrolled; enrolled: {', '.join(cards) or 'none'}",
+            got=f"a silo that is not enrolled; enrolled: {enrolled}",
             remedy="Check the name, or enrol the silo first: aggregator enroll.",
         )
-    return cards[silo_id]
+    return card
+
+
+def find_card(federation: Federation, silo_id: str) -> Card | None:
+    """Read one silo's card, None where the silo is not enrolled."""
+    # An operator types names: what is none could lead to another folder.
+    if not is_silo_id(silo_id):
+        return None
+    path = federation.registry / f"{silo_id}.json"
+    # A silo may be removed while this runs.
+    try:
+        card = read_card(read_bounded(path, MAX_CARD_BYTES))
+    except MissingFileError:
+        return None
+    # The name that is sealed decides, as in `read_cards`.
+    if card.silo_id != silo_id:
+        return None
+    return card
 
 
 def active_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
@@ -353,11 +457,22 @@ def active_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
 
     A silo that was removed, or enrolled anew with another key, can take part from the next plan on.
     """
+    silo_ids = set(plan.silos)
     return {
         silo_id: card
         for silo_id, card in member_cards(federation, plan).items()
-        if silo_id in plan.silos
+        if silo_id in silo_ids
     }
+
+
+def active_card(federation: Federation, plan: Plan, silo_id: str) -> Card | None:
+    """Return the card of one of the plan's silos, None where it may not answer the plan; see `active_cards`."""
+    card = find_card(federation, silo_id)
+    if silo_id not in plan.silos or card is None:
+        return None
+    if not _has_role(card, plan, federation.delegations()):
+        return None
+    return card
 
 
 def member_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
@@ -366,11 +481,18 @@ def member_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
     cards = read_cards(federation)
     members = {}
     for silo_id in plan.members:
-        role = silo_role(plan.origin(silo_id), silo_id)
-        # A card with another key is that of a silo that was enrolled again: it has no role in this plan.
-        if silo_id in cards and key_of_role.get(role) == cards[silo_id].signing_key:
+        if silo_id in cards and _has_role(cards[silo_id], plan, key_of_role):
             members[silo_id] = cards[silo_id]
     return members
+
+
+def _has_role(card: Card, plan: Plan, key_of_role: Mapping[str, str]) -> bool:
+    """Whether the plan's delegations name the key on a card.
+
+    A card with another key is that of a silo that was enrolled again: it has no role in this plan.
+    """
+    role = silo_role(plan.origin(card.silo_id), card.silo_id)
+    return key_of_role.get(role) == card.signing_key
 
 
 def signing_key(card: Card) -> PublicKey:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation
+from aggregator.membership.registry import member_cards
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
@@ -34,6 +35,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import SiloWithdrawn
 
 MAX_RECORD_BYTES = 65536
+_RECORD_NAME = "withdrawal.json"
 LEFT_BY_ITSELF = "given up by the silo itself"
 
 
@@ -101,11 +103,16 @@ def finish_withdrawal(
 
 def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:
     """List the silos that were withdrawn from a plan, sorted."""
-    return tuple(
-        silo_id
-        for silo_id in plan.members
-        if _record_path(federation, plan.plan_id, silo_id).is_file()
-    )
+    # One look at the folder, which is mostly empty, in place of one for each silo.
+    folder = federation.withdrawn / plan.plan_id
+    on_record = {path.parent.name for path in folder.glob(f"*/{_RECORD_NAME}") if path.is_file()}
+    return tuple(silo_id for silo_id in plan.members if silo_id in on_record)
+
+
+def remaining_silos(federation: Federation, plan: Plan) -> frozenset[str]:
+    """Return the silos of a plan, carried ones included, that were neither withdrawn nor removed."""
+    members = member_cards(federation, plan).keys()
+    return frozenset(members - set(withdrawn_silos(federation, plan)))
 
 
 def check_still_carried(federation: Federation, plan: Plan) -> None:
@@ -151,7 +158,7 @@ def _folder(federation: Federation, plan_id: str, silo_id: str) -> Path:
 
 
 def _record_path(federation: Federation, plan_id: str, silo_id: str) -> Path:
-    return _folder(federation, plan_id, silo_id) / "withdrawal.json"
+    return _folder(federation, plan_id, silo_id) / _RECORD_NAME
 
 
 def _digest_of(document: Path) -> str:

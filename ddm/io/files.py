@@ -177,6 +177,19 @@ def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes
         raise FormatError(error.subject, expected=error.expected, got=error.got) from error
 
 
+FileIdentity = tuple[int, int, int]
+"""Inode, time of change and size: two files of one name with the same identity are one and the same."""
+
+
+def file_identity(path: Path) -> FileIdentity | None:
+    """Return the identity of a file of our own, by which a change is noticed without reading it; None for no file."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def link_or_copy(source: Path, destination: Path) -> None:
     """Put `source` at `destination` by hard link, or by a durable copy where the file system has none."""
     destination.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstrai
 from ddm.errors import DocumentError, SetupError
 
 MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
+# The most silos of a plan, carried ones included.
+MAX_SILOS = 1024
 MAX_DEPTH = 32
 # A value of two bytes may cost hundreds, as a Python object or as an error that pydantic keeps.
 MAX_VALUES = 65_536

@@ -1,6 +1,6 @@
 """What a plan says of an expert that it takes over from an earlier plan, without training it again."""
 
-from ddm.protocol.base import Digest, Model, PlanId, SiloId
+from ddm.protocol.base import MAX_SILOS, Digest, Model, PlanId, SiloId
 
 
 class CarriedSilo(Model):
@@ -33,8 +33,8 @@ def check_carried_silos(
         ValueError: on either.
     """
     silo_ids = [silo.silo_id for silo in carried]
-    # 1024 is the bound of `Plan.silos`: readers list both kinds of silo together.
-    if silo_ids != sorted(set(silo_ids) - set(silos)) or len(silo_ids) + len(silos) > 1024:
+    # The bound of `Plan.silos` as well: readers list both kinds of silo together.
+    if silo_ids != sorted(set(silo_ids) - set(silos)) or len(silo_ids) + len(silos) > MAX_SILOS:
         raise ValueError(
             f"carried must be silos that do not train, sorted, distinct; these {len(silo_ids)} are not"
         )

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.base import (
+    MAX_SILOS,
     UNSHOWN,
     Delta,
     Digest,
@@ -28,9 +29,10 @@ from ddm.protocol.base import (
 from ddm.protocol.routers import RouterKind
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 
-# Bounds on what a reader parses before any signature of a silo is looked at.
-MAX_SILOS = 1024
+# A bound on what a reader parses before any signature of a silo is looked at, as `MAX_SILOS` is.
 MAX_EXPERTS = 16384
+# Pages, the plan's files, and the class counts of each silo.
+MAX_FILES = MAX_SILOS + 128
 _PRIOR_SUM_TOLERANCE = 1e-6
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -174,7 +176,7 @@ class Manifest(Document):
     experts: Annotated[tuple[PublishedExpert, ...], Field(min_length=1, max_length=MAX_EXPERTS)]
     router: PublishedRouter
     evaluation: Annotated[tuple[PublishedFigure, ...], Field(max_length=1024)]
-    files: Annotated[tuple[File, ...], Field(max_length=1024)]
+    files: Annotated[tuple[File, ...], Field(max_length=MAX_FILES)]
 
     @property
     def private_experts(self) -> tuple[PublishedExpert, ...]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ddm.protocol.architecture import ClassCondition, Condition
-from ddm.protocol.base import File, KeyText, Licence, Model, PlanId, SiloId, Time
+from ddm.protocol.base import MAX_SILOS, File, KeyText, Licence, Model, PlanId, SiloId, Time
 from ddm.protocol.carried import CarriedSilo, check_carried_silos
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import Encoder
@@ -74,9 +74,9 @@ class Plan(PlanTerms, FederationDocument):
     created_at: Time
     expires_at: Time
     licence: Licence
-    silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
-    carried: Annotated[tuple[CarriedSilo, ...], Field(max_length=1024)] = ()
-    agreed: Annotated[dict[SiloId, AgreedSize], Field(max_length=1024)]
+    silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=MAX_SILOS)]
+    carried: Annotated[tuple[CarriedSilo, ...], Field(max_length=MAX_SILOS)] = ()
+    agreed: Annotated[dict[SiloId, AgreedSize], Field(max_length=MAX_SILOS)]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     latent: Latent

@@ -244,7 +244,7 @@ def _describe_roles(
     for name in (*roles, *removed):
         terms = roles.get(name, _RoleTerms(0, (), ()))
         old_terms = old_roles.get(name, _RoleTerms(0, (), ()))
-        if name in removed:
+        if name not in roles:
             yield f"{name}: LEAVES"
         else:
             new = ": NEW" if old_roles and name not in old_roles else ""

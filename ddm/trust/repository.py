@@ -249,6 +249,8 @@ class Repository:
         targets = self.targets()
         carried = Delegates.from_targets(targets).carried
         root_digest = self.root_digest
+        # Read once for all silos: snapshot and list of silos grow together.
+        published = self._read("snapshot", Snapshot).meta
         data_of_role = {}
         for silo_id, data in silo_metadata.items():
             origin = carried.get(silo_id, plan_id)
@@ -262,7 +264,7 @@ class Repository:
                 key=key,
                 now=now,
             )
-            self._check_not_older(role, version, data)
+            self._check_not_older(role, version, data, published)
             data_of_role[role] = data
         # Nothing is written before all of it was checked.
         self._write(RELEASE, self._next_listing(RELEASE, release_files, now), release_key)
@@ -394,18 +396,24 @@ class Repository:
         timestamp = Timestamp(timestamp_version, None, expiry(now, TIMESTAMP_LIFE), listed)
         self._write("timestamp", timestamp, online_key)
 
-    def _check_not_older(self, role: str, version: int, data: bytes) -> None:
+    def _check_not_older(
+        self,
+        role: str,
+        version: int,
+        data: bytes,
+        published: Mapping[str, MetaFile],
+    ) -> None:
         """Refuse a silo's metadata that readers would refuse as a rollback, or that differ under one version."""
-        published = self._read("snapshot", Snapshot).meta.get(f"{role}.json")
-        if published is None:
+        entry = published.get(f"{role}.json")
+        if entry is None:
             return
-        if version < published.version:
+        if version < entry.version:
             raise RollbackError(
                 f"{role}.json",
-                expected=f"version {published.version} or later",
+                expected=f"version {entry.version} or later",
                 got=f"version {version}",
             )
-        if version == published.version and self._read_file(f"{role}.json") != data:
+        if version == entry.version and self._read_file(f"{role}.json") != data:
             raise RollbackError(
                 f"{role}.json",
                 expected=f"version {version} as published before",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, create_model, model_validator
 
 from ddm.errors import DocumentError
-from ddm.protocol.base import Digest, Model, describe_error
+from ddm.protocol.base import MAX_SILOS, Digest, Model, describe_error
 from ddm.protocol.enrolment import LogKeyText
 
 _Hex128 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
@@ -62,7 +62,8 @@ class _DelegatedRole(_Role):
 
 class _Delegations(Model):
     keys: dict[Digest, _Key]
-    roles: Annotated[list[_DelegatedRole], Field(max_length=1024)]
+    # `plans`, `release`, and a role for each silo.
+    roles: Annotated[list[_DelegatedRole], Field(max_length=MAX_SILOS + 2)]
 
 
 class _Hashes(Model):

@@ -28,6 +28,7 @@ from aggregator.intake.quarantine import (
 )
 from aggregator.intake.screening import ExpertFigures
 from aggregator.intake.service import IntakeService
+from aggregator.membership.withdrawal import remaining_silos
 from aggregator.router.train import train_router
 from aggregator.transfer.delivery import SiloDelivery, TransferLimits
 from ddm.errors import RefusedError, SetupError
@@ -400,12 +401,13 @@ def test_expert_is_measured_once_and_again_only_when_its_figures_are_gone(
 ) -> None:
     federation = published.tiny.federation
     plan, _ = federation.current_plan()
-    first = Examiner(federation, plan).accepted()
+    remaining = remaining_silos(federation, plan)
+    first = Examiner(federation, plan).accepted(remaining)
     with monkeypatch.context() as patch:
         patch.setattr(Examiner, "measure_expert", _never)
-        assert Examiner(federation, plan).accepted() == first
+        assert Examiner(federation, plan).accepted(remaining) == first
     shutil.rmtree(federation.path / "screening")
-    assert Examiner(federation, plan).accepted() == first
+    assert Examiner(federation, plan).accepted(remaining) == first
 
 
 def _never(*_: object) -> None:
