@@ -179,7 +179,7 @@ def enroll_silos(
     images: int | None = None,
     patients: int | None = None,
 ) -> list[Card]:
-    """Keep the cards of silos, and with them agree to their sizes; all of them, or none where one is refused.
+    """Keep the cards of silos, and with them agree to their sizes; where one is refused, those before it are kept.
 
     A new key for an enrolled silo is refused. A card may come again, with the same size or another one, which then
     counts from the next plan on. The cards enrolled before are read once, however many new ones there are.
@@ -201,33 +201,34 @@ def enroll_silos(
         PolicyError: a key belonged to a silo that was removed; or a card states more than was agreed.
         BusyError: another process signs.
     """
-    new_cards = [_NewCard.read(card_file.path) for card_file in card_files]
-    for card_file, new_card in zip(card_files, new_cards, strict=True):
-        check_card_federation(federation, new_card.card)
-        check_agreed_size(new_card.card, images, patients)
-        # Of the very bytes that are kept below: the file may be another one than when the operator looked at it.
-        if card_file.code is not None:
-            check_card_code(new_card.card, card_file.code)
+    new_cards: list[_NewCard] = []
     with federation.signing_lock():
         used_keys = UsedKeys.read(federation)
         entries = []
-        # Every check comes before the first write, and each card counts for those after it.
-        for new_card in new_cards:
-            card = new_card.card
-            used_keys.check_unused(card)
-            used_keys.check_new(card)
-            _check_not_rotated(federation, card)
-            if card.silo_id not in used_keys.cards:
-                entry = SiloEnrolled(
-                    silo_id=card.silo_id,
-                    key_fingerprint=signing_key(card).fingerprint,
-                )
-                entries.append(entry)
-            used_keys.add(card)
-        # The log first: a card that counts is always in the log, whenever this process ends.
-        append_entries(federation, *entries)
-        for new_card in new_cards:
-            write_atomic(federation.registry / f"{new_card.card.silo_id}.json", new_card.data)
+        try:
+            for card_file in card_files:
+                new_card = _NewCard.read(card_file.path)
+                card = new_card.card
+                check_card_federation(federation, card)
+                check_agreed_size(card, images, patients)
+                # Of the very bytes that are kept below: the file may be another one than when the operator looked at
+                # it.
+                if card_file.code is not None:
+                    check_card_code(card, card_file.code)
+                used_keys.check_unused(card)
+                used_keys.check_new(card)
+                _check_not_rotated(federation, card)
+                if card.silo_id not in used_keys.cards:
+                    fingerprint = signing_key(card).fingerprint
+                    entries.append(SiloEnrolled(silo_id=card.silo_id, key_fingerprint=fingerprint))
+                # It counts for those after it: no two of them may have one key.
+                used_keys.add(card)
+                new_cards.append(new_card)
+        finally:
+            # The log first: a card that counts is always in the log, whenever this process ends.
+            append_entries(federation, *entries)
+            for new_card in new_cards:
+                write_atomic(federation.registry / f"{new_card.card.silo_id}.json", new_card.data)
     return [new_card.card for new_card in new_cards]
 
 

@@ -8,9 +8,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation
+from aggregator.membership import registry
 from aggregator.membership.registry import (
+    CardFile,
+    card_of,
     check_ledger,
     enroll_silo,
+    enroll_silos,
     read_cards,
     read_known_ledger,
     record_ledger,
@@ -27,8 +31,8 @@ from ddm.errors import (
 )
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card
-from ddm.trust.envelope import seal
-from ddm.trust.keys import SigningKey
+from ddm.trust.envelope import open_sealed, seal
+from ddm.trust.keys import PublicKey, SigningKey
 from tests.support.errors import has_subject
 
 PLAN = "digits-00000001"
@@ -225,3 +229,57 @@ def test_ledger_must_grow_for_another_plan(federation: Federation) -> None:
     check_ledger(read_known_ledger(federation, "north"), "north", PLAN, chain)
     with pytest.raises(LedgerError):
         check_ledger(read_known_ledger(federation, "north"), "north", NEXT_PLAN, chain)
+
+
+def test_cards_enrolled_before_are_opened_once_however_many_new_ones_come(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[bytes]()
+
+    def count(data: bytes, *args: object) -> tuple[bytes, PublicKey]:
+        opened.append(data)
+        return open_sealed(data, *args)
+
+    def enroll_new_silos(first: int, num: int) -> int:
+        """Enroll so many silos together; return the number of cards whose signature was verified."""
+        names = [f"silo{number}" for number in range(first, first + num)]
+        paths = [write_card(tmp_path, name, SigningKey.generate(), node_key()) for name in names]
+        opened.clear()
+        enroll_silos(federation, [CardFile(path) for path in paths])
+        return len(opened)
+
+    monkeypatch.setattr(registry, "open_sealed", count)
+    assert enroll_new_silos(0, 4) == 4
+    # Those enrolled before and the new ones, each of them once.
+    assert enroll_new_silos(4, 8) == 4 + 8
+    assert len(read_cards(federation)) == 12
+
+
+def test_two_new_silos_with_one_key_are_refused_together(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """The attack: one silo enrolls under two names, in one command, so that no card was there before the other."""
+    key = SigningKey.generate()
+    same_signing_key = [
+        write_card(tmp_path, "north", key, NODE),
+        write_card(tmp_path, "south", key, OTHER_NODE),
+    ]
+    with pytest.raises(BusyError, check=has_subject("silo south")):
+        enroll_silos(federation, [CardFile(path) for path in same_signing_key])
+    same_node_key = [
+        write_card(tmp_path, "east", SigningKey.generate(), OTHER_NODE),
+        write_card(tmp_path, "west", SigningKey.generate(), OTHER_NODE),
+    ]
+    with pytest.raises(BusyError, check=has_subject("silo west")):
+        enroll_silos(federation, [CardFile(path) for path in same_node_key])
+    # Each command kept the card before the one that it refused.
+    assert list(read_cards(federation)) == ["east", "north"]
+
+
+def test_card_is_not_read_from_another_folder_when_a_name_leads_there(
+    federation: Federation, tmp_path: Path
+) -> None:
+    card = write_card(tmp_path, "north", SigningKey.generate())
+    card.rename(federation.path / "north.json")
+    with pytest.raises(MissingFileError):
+        card_of(federation, "../north")

@@ -2,7 +2,7 @@ import json
 import stat
 
 import pytest
-from tuf.api.metadata import Metadata, Snapshot
+from tuf.api.metadata import Metadata, Snapshot, Targets
 
 from ddm.errors import (
     MissingFileError,
@@ -12,7 +12,10 @@ from ddm.errors import (
     SignatureError,
     UnsafePathError,
 )
+from ddm.protocol.base import MAX_SILOS, now_utc
+from ddm.trust.drafts import Delegates, draft_targets
 from ddm.trust.keys import SigningKey
+from ddm.trust.metadata import parse_payload, payload_of
 from ddm.trust.repository import Repository
 from ddm.trust.verify import verify_release
 
@@ -201,3 +204,11 @@ def test_no_temporary_files_remain_and_everything_is_readable(federation):
     for path in federation.folder.iterdir():
         assert not path.name.startswith(".")
         assert stat.S_ISREG(path.stat().st_mode)
+
+
+def test_targets_delegate_to_as_many_silos_as_a_plan_may_have() -> None:
+    keys = [SigningKey.generate().public for _ in range(MAX_SILOS + 2)]
+    silos = {f"silo{number:04d}": key for number, key in enumerate(keys[2:])}
+    delegates = Delegates(plans=keys[0], release=keys[1], plan_id=PLAN, silos=silos)
+    payload = payload_of(draft_targets(1, delegates, now_utc()))
+    assert Delegates.from_targets(parse_payload(payload, Targets, "targets")) == delegates
