@@ -5,7 +5,7 @@ from aggregator.commands.keys import complete, holder, rotate, sign
 from aggregator.commands.log import log
 from aggregator.commands.membership import enroll, init, remove
 from aggregator.commands.plan import plan
-from aggregator.commands.publish import publish, withdraw
+from aggregator.commands.publish import publish, release, withdraw
 from aggregator.commands.quarantine import admit, quarantine, refuse
 from aggregator.commands.router import router
 from aggregator.commands.service import service
@@ -17,7 +17,7 @@ from ddm.system.secrecy import forbid_core_dumps
 
 COMMANDS = {
     "Federation and silos": (init, enroll, remove),
-    "From plan to release": (plan, run, router, publish, withdraw),
+    "From plan to release": (plan, run, release, router, publish, withdraw),
     "Watching and screening": (status, doctor, quarantine, admit, refuse, service),
     "Keys": (holder, sign, complete, rotate, log),
 }

@@ -213,12 +213,13 @@ class ApprovalPolicy(Settings):
 
     Attributes:
         kind: who approves.
-        carry_over: whether later plans may carry the submission over.
+        carry_over: whether later plans of the same federation and licence may carry the submission over.
         licences: under which releases may be published; with none, any licence.
     """
 
     kind: Literal["person", "policy"] = "person"
-    carry_over: bool = False
+    # A late silo then costs this site neither training nor epsilon; each submission states it (docs/adr/0081).
+    carry_over: bool = True
     licences: tuple[ShortText, ...] = ()
 
 
@@ -406,7 +407,7 @@ class Site:
                 str(self.path),
                 expected="a site folder with silo.toml",
                 got=got,
-                remedy="Make one with `silo init`.",
+                remedy="Make one with `silo join`.",
             )
         return self
 

@@ -284,9 +284,7 @@ def remove(
     say(
         f"It had a part in plan {removal.plan_id}. Its experts leave with the next published version:"
     )
-    say(
-        f"  aggregator withdraw {fed} {silo_id} --reason ..., then aggregator router and aggregator publish"
-    )
+    say(f"  aggregator withdraw {fed} {silo_id} --reason ..., then aggregator release")
     say("Versions published so far keep its experts: replace them where you serve them.")
 
 

@@ -1,5 +1,6 @@
-"""The commands `aggregator publish` and `withdraw`: publish the next version, take a silo out of later ones."""
+"""The commands that publish: `aggregator publish`, `release`, and `withdraw`, which takes a silo out of later ones."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from aggregator.commands.log import say_witnessed, witnesses_of
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
+from aggregator.commands.router import SeedOption, train_and_describe
 from aggregator.config import Federation
 from ddm.system.console import progress, say
 
@@ -14,50 +16,96 @@ if TYPE_CHECKING:
     from aggregator.release.publish import Publication
 
 
+OutOption = Annotated[Path, typer.Option(help="Folder of the release; it must not exist.")]
+QuorumOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Smallest number of silos in the release (default: that in federation.toml)."
+    ),
+]
+RehearsalOption = Annotated[
+    bool,
+    typer.Option(
+        "--rehearsal", help="Publish a rehearsal, whose experts draw noise; it is marked as one."
+    ),
+]
+RenewOption = Annotated[
+    bool, typer.Option("--renew", help="Publish a new version even if nothing has changed.")
+]
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """How a version is published; see the options of the command."""
+
+    out: Path
+    quorum: int | None
+    rehearsal: bool
+    renew: bool
+
+
 def publish(
     fed: FederationArgument,
-    out: Annotated[Path, typer.Option(help="Folder of the release; it must not exist.")],
-    quorum: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Smallest number of silos in the release (default: that in federation.toml).",
-        ),
-    ] = None,
-    rehearsal: Annotated[
-        bool,
-        typer.Option(
-            "--rehearsal",
-            help="Publish a rehearsal, whose experts draw noise; it is marked as one.",
-        ),
-    ] = False,
-    renew: Annotated[
-        bool, typer.Option("--renew", help="Publish a new version even if nothing has changed.")
-    ] = False,
+    out: OutOption,
+    quorum: QuorumOption = None,
+    rehearsal: RehearsalOption = False,
+    renew: RenewOption = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Publish the accepted experts and the router as a signed release; if nothing changed, copy the newest version."""
+    federation = Federation(fed).require()
+    secret = federation_passphrase(federation, passphrase_file)
+    publish_version(federation, secret, PublishOptions(out, quorum, rehearsal, renew))
+
+
+def release(
+    fed: FederationArgument,
+    out: OutOption,
+    quorum: QuorumOption = None,
+    rehearsal: RehearsalOption = False,
+    renew: RenewOption = False,
+    seed: SeedOption = 0,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Train the router, then publish the release, in one command."""
+    from aggregator.release.publish import check_rehearsal
+    from ddm.publishing.keys import load_key
+    from ddm.publishing.staging import reserve
+
+    federation = Federation(fed).require()
+    # Whatever would end the second half shows before the minutes of the first.
+    plan, _ = federation.current_plan()
+    check_rehearsal(plan, is_intended=rehearsal)
+    with reserve(out):
+        pass
+    secret = federation_passphrase(federation, passphrase_file)
+    load_key(federation, "release", secret)
+    train_and_describe(federation, seed)
+    publish_version(federation, secret, PublishOptions(out, quorum, rehearsal, renew))
+
+
+def publish_version(federation: Federation, secret: bytes, options: PublishOptions) -> None:
+    """Publish the next version, and say what became of it."""
     from aggregator.release.publish import publish as publish_release
     from ddm.publishing.witnesses import ask_witnesses
 
-    federation = Federation(fed).require()
-    # Both may fail, and what follows may take minutes: so they come first.
-    secret = federation_passphrase(federation, passphrase_file)
+    # It may fail, and what follows may take minutes: so it comes first.
     witnesses = witnesses_of(federation)
     with progress("Drawing for the report") as advance:
         publication = publish_release(
             federation,
             secret,
-            out,
-            quorum=quorum,
-            rehearsal=rehearsal,
-            renew=renew,
+            options.out,
+            quorum=options.quorum,
+            rehearsal=options.rehearsal,
+            renew=options.renew,
             on_progress=advance,
         )
-    say(announcement(publication, out))
+    say(announcement(publication, options.out))
     # The version is in force by now: a witness must never see a checkpoint that may not come into force.
     say_witnessed(ask_witnesses(federation, witnesses))
-    say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
+    root = federation.tuf / "1.root.json"
+    say(f"Researchers: ddm verify {options.out} --root {root}")
 
 
 def announcement(publication: "Publication", out: Path) -> str:
@@ -97,7 +145,7 @@ def withdraw(
     key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))
     record = withdraw_silo(federation, silo_id, reason, key)
     say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")
-    say(f"Next: aggregator router {fed}, then aggregator publish {fed} --out RELEASE.")
+    say(f"Next: aggregator release {fed} --out RELEASE.")
     # The notice is a receipt of the present plan, in which a carried silo does not take part.
     if record.carried_from is None:
         say(f"The silo learns of it once it and `aggregator run {fed}` run at the same time.")

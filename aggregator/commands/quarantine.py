@@ -152,7 +152,7 @@ def _admit_accepted(federation: Federation, silo_id: str, reason: str, units: in
     _record(federation, silo_id, submission_digest, "admitted", reason, counted_units, rules)
     say(
         f"Admitted {silo_id} as it was accepted, counted as {counted_units}. "
-        f"Next: aggregator router {federation.path}"
+        f"Next: aggregator release {federation.path} --out RELEASE"
     )
 
 

@@ -8,17 +8,21 @@ from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
 from ddm.system.console import progress, say
 
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of batches and initial weights.")]
 
-def router(
-    fed: FederationArgument,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of batches and initial weights.")] = 0,
-) -> None:
+
+def router(fed: FederationArgument, seed: SeedOption = 0) -> None:
     """Train the router on the silos' statistics, and evaluate it on public images."""
+    train_and_describe(Federation(fed).require(), seed)
+    say(f"Next: aggregator publish {fed} --out RELEASE")
+
+
+def train_and_describe(federation: Federation, seed: int) -> None:
+    """Train the router of the plan in force, and say how it was judged."""
     from aggregator.intake.inventory import take_inventory
     from aggregator.router.train import train_router
     from ddm.publishing.router_table import describe_router
 
-    federation = Federation(fed).require()
     # Verified once more: a document or a role that has changed since intake ends the command here.
     inventory = take_inventory(federation)
     units = []
@@ -39,4 +43,3 @@ def router(
             on_progress=lambda step, total, _: advance(step, total),
         )
     say(describe_router(report))
-    say(f"Next: aggregator publish {fed} --out RELEASE")

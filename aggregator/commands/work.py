@@ -20,5 +20,5 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
 
     plan = run_federation(federation, secret)
     say(
-        f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator router, then aggregator publish."
+        f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator release {fed} --out RELEASE"
     )

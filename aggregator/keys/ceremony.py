@@ -239,7 +239,7 @@ def check_replaceable(federation: Federation) -> None:
             f"plan {plan.plan_id}",
             expected="every accepted submission in a release before the next plan",
             got=f"no release with that of {', '.join(sorted(waiting))}",
-            remedy="Publish first: aggregator router, then aggregator publish.",
+            remedy="Publish first: aggregator release.",
         )
 
 

@@ -199,7 +199,7 @@ def _still_published(status: FederationStatus) -> Iterator[str]:
         if silo.standing in ("removed", "withdrawn") and silo.silo_id in newest.silos:
             yield (
                 f"version {newest.version} still contains {silo.silo_id}, which was {silo.standing} since: aggregator "
-                "router, then aggregator publish"
+                "release"
             )
 
 

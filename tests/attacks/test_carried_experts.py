@@ -249,12 +249,24 @@ def test_silo_that_did_not_consent_is_not_carried(published: PublishedRelease) -
 def test_policy_decides_on_consent_and_the_review_shows_it(planned_once, tmp_path: Path) -> None:
     tiny = planned_once.tiny.copy(tmp_path / "copy")
     site = tiny.sites["north"]
-    write_policy(site, POLICY | {"approval": {"kind": "person"}})  # says nothing of later plans
+    write_policy(site, POLICY | {"approval": {"kind": "person", "carry_over": False}})
     tiny.work("north", until="awaiting_approval")
     said = run_command("silo", "review", site.path)
     assert "may not carry them over" in said.out
     draft = json.loads((site.private / "review" / "draft.json").read_bytes())
     assert draft["carry_over"] is False
+
+
+def test_policy_that_says_nothing_of_later_plans_consents_and_the_review_says_so(
+    planned_once, tmp_path: Path
+) -> None:
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    site = tiny.sites["north"]
+    write_policy(site, POLICY | {"approval": {"kind": "person"}})
+    tiny.work("north", until="awaiting_approval")
+    said = run_command("silo", "review", site.path)
+    assert "may carry these experts and statistics over" in said.out
+    assert json.loads((site.private / "review" / "draft.json").read_bytes())["carry_over"] is True
 
 
 # What an operator is refused

@@ -83,10 +83,7 @@ def test_every_decision_about_a_plan_is_written_down_once(tiny: TinyFederation, 
     assert (by_hand.approval, by_hand.submission_digest) == ("person", digest)
     rows = describe_decisions(DecisionLog(site).entries)
     assert {row[1] for row in rows} == {current_user()} and f"uid {os.getuid()}" in current_user()
-    assert (
-        rows[3][2]
-        == "policy.toml changed: approval.carry_over False to True; approval.kind person to policy"
-    )
+    assert rows[3][2] == "policy.toml changed: approval.kind person to policy"
 
 
 def test_approval_by_the_policy_is_written_down(tiny: TinyFederation, site: Site) -> None:
