@@ -201,6 +201,17 @@ def _expert_rows(draft: "Draft", cost: "Cost") -> Iterator[Row]:
     training = plan.expert.training
     yield "experts a silo", _num_experts(draft, cost)
     yield "an expert", f"{plan.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}"
+    if plan.base is not None:
+        yield "its start", plan.base.words
+        for change in plan.base.changes:
+            yield "", change
+        learned = plan.base.objective
+        if (learned.path, learned.prediction) != (plan.objective.path, plan.objective.prediction):
+            yield (
+                "",
+                f"it learned {learned.prediction} on {learned.path}; training turns it to "
+                f"{plan.objective.prediction} on {plan.objective.path}",
+            )
     rate = f"rate {training.learning_rate:.2g} ({training.schedule})"
     yield (
         "its steps",

@@ -185,6 +185,7 @@ def reuse_public_parts(
         network=files.encoder,
         clusters=files.clusters,
         autoencoder=files.latent,
+        base=networks.base,
     )
 
 

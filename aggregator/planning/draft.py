@@ -24,6 +24,7 @@ from aggregator.planning.feasible import check_feasible
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
+from ddm.planning.bases import check_licence
 from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicImages, PublicParts, divide, fit_public_parts
 from ddm.planning.networks import RecipeNetworks
@@ -96,7 +97,8 @@ def draft_plan(
         columns: the columns of all public images that the recipe's router learns from.
 
     Raises:
-        SetupError: no silo is enrolled, or none that trains; or see `ddm.planning.fit.fit_public_parts`.
+        SetupError: no silo is enrolled, or none that trains; the base has a licence that the releases do not keep; or
+            see `ddm.planning.fit.fit_public_parts`.
         ReplayError: an expert that is carried over, or trained on, would mean something else; names the field.
         MissingFileError: the plan whose experts are trained on is not one of this federation.
         DataError: see `ddm.planning.fit.fit_public_parts`.
@@ -106,6 +108,7 @@ def draft_plan(
     terms = read_terms(federation, recipe.expert.adaptation, carried)
     # Before anything is fitted, which may take minutes.
     check_feasible(recipe, terms.training_cards)
+    check_licence(networks.base, terms.licence)
     if isinstance(public, CarriedExperts):
         columns = public.columns
         check_columns_kept(columns, recipe)

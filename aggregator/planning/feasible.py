@@ -69,8 +69,9 @@ def find_violations(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Viola
 
 def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
     """Find a training after which an expert still draws noise: one from random weights that can hardly move them."""
-    # Intake flags experts that hardly moved from their initial weights; adapted ones need not move far.
-    if recipe.rehearsal or not isinstance(recipe.expert.adaptation, FullAdaptation):
+    # Intake flags experts that hardly moved from their initial weights; those that start from a base need not move far.
+    is_full = isinstance(recipe.expert.adaptation, FullAdaptation)
+    if recipe.rehearsal or not is_full or recipe.expert.base is not None:
         return
     training = recipe.expert.training
     sum_of_rates = travel(training)

@@ -14,8 +14,8 @@ class Recipe(SharedRecipe, PlanTerms):
 
     Attributes:
         valid_days: days until the plan expires; the timestamp that silos are sent holds no longer than 90.
-        base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
-            need it.
+        base: the public expert that training starts from, whichever weights `expert.adaptation` then trains; the
+            adaptations lora and partial need one.
     """
 
     valid_days: Annotated[int, Field(gt=0, le=90)] = 90

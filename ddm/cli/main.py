@@ -123,6 +123,10 @@ def info(
             f"  condition: one of {plan.condition.num_classes} classes, {plan.condition.classes.words(64)}"
         )
     say(_describe_network(plan))
+    if manifest.base is not None:
+        say(f"  training started from {manifest.base.words}")
+        for change in manifest.base.changes:
+            say(f"    {change}")
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
     say(_silo_table(opened))
     _say_standings(opened)

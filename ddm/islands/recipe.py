@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.io.settings import Settings
-from ddm.planning.recipe import SharedRecipe
+from ddm.planning.recipe import ReleaseBaseRecipe, SharedRecipe
 from ddm.protocol.base import Licence, ShortText
 from ddm.protocol.learning import OwnAdaptation
 from ddm.protocol.limits import Audit, SubmissionLimits
@@ -38,8 +38,8 @@ class IslandsRecipe(SharedRecipe):
     A federation's recipe is one too: its statistics, audit and limits are not used, since nothing leaves anybody.
 
     Attributes:
-        base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
-            need it.
+        base: the public expert that training starts from, whichever weights `expert.adaptation` then trains; the
+            adaptations lora and partial need one.
         valid_days: not used; a plan of islands is valid as long as its signatures.
     """
 
@@ -69,6 +69,15 @@ class IslandsRecipe(SharedRecipe):
         return tuple(
             name for name in ("statistics", "audit", "limits") if getattr(self, name) is not None
         )
+
+    @model_validator(mode="after")
+    def _base_is_a_file(self) -> "IslandsRecipe":
+        # Silos agree that their experts serve as the base of their federation's plans.
+        if isinstance(self.base, ReleaseBaseRecipe):
+            raise ValueError(
+                "base.kind release is for aggregator plan: use file, diffusers or trained"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_earlier_plan(self) -> "IslandsRecipe":

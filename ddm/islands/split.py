@@ -24,6 +24,7 @@ from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
 from ddm.islands.keys import make_keys, make_root, sign_first_plan
 from ddm.islands.recipe import IslandsRecipe
 from ddm.models import network_size
+from ddm.planning.bases import check_licence
 from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicParts, divide, fit_public_parts
 from ddm.planning.networks import open_networks
@@ -149,6 +150,7 @@ def split(
         private_folder(staged)
         fitted_rows = _choose_fitted(len(dataset.images), recipe)
         networks = open_networks(recipe)
+        check_licence(networks.base, recipe.owner.licence)
         parts = fit_public_parts(
             recipe, networks, dataset.images[fitted_rows], islands.bundle, on_progress
         )

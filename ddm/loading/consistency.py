@@ -94,6 +94,13 @@ def _check_plan(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> No
             expected=f"{plan.licence}, as the plan states",
             got=manifest.licence,
         )
+    # Readers of the manifest alone must learn whose images the experts began with.
+    if manifest.base != plan.base:
+        raise TrustError(
+            "manifest.json, base",
+            expected="what the plan states",
+            got="another base",
+        )
 
 
 def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, mod
 from ddm.errors import ShapeError
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import Architecture, Dit, ExpertArchitecture
-from ddm.protocol.learning import Expert
+from ddm.protocol.learning import BASE_PATH, Expert, FullAdaptation
 from ddm.protocol.routers import PlainSettings, SamplesSettings
 
 SizeName = Annotated[str, Field(max_length=40)]
@@ -85,8 +85,15 @@ class ExpertRecipe(Expert):
     training: SerializeAsAny[TrainingRecipe]
     architecture: Annotated[Architecture, BeforeValidator(_expand_architecture)]
 
-    def plain(self) -> Expert:
-        """Return what a plan says of it."""
+    def plain(self, *, has_base: bool = False) -> Expert:
+        """Return what a plan says of it.
+
+        Args:
+            has_base: whether training starts from a base; without an adaptation, all weights are trained from it.
+        """
         values = {name: getattr(self, name) for name in Expert.model_fields}
-        values["training"] = self.training.plain(self.architecture)
+        if has_base and self.adaptation == FullAdaptation():
+            values["adaptation"] = FullAdaptation(base=BASE_PATH)
+        starts_full = has_base and isinstance(self.adaptation, FullAdaptation)
+        values["training"] = self.training.plain(self.architecture, starts_from_base=starts_full)
         return Expert.model_construct(**values)

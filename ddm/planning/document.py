@@ -37,12 +37,19 @@ def plan_of(
         own: the plan's other fields: who trains, on which terms, with which statistics.
     """
     created = now_utc()
+    files = tuple(File.of(path, folder / path) for path in fitted.paths)
+    # Of equal names the later one counts: islands have a partition of their own, a federation's experts an adaptation.
+    terms = recipe.terms | own
+    if fitted.base is not None:
+        terms["expert"] = fitted.base.place(terms["expert"], fitted.latent.shape(recipe.data.shape))
+        (base_file,) = [file for file in files if file.path == terms["expert"].base]
+        terms["base"] = fitted.base.describe(base_file.digest)
     return Plan(
         root_digest=root_digest,
         plan_id=f"{name}-{secrets.token_hex(4)}",
         created_at=created,
         expires_at=created + valid_for,
-        files=tuple(File.of(path, folder / path) for path in fitted.paths),
+        files=files,
         latent=fitted.latent,
         encoder=fitted.encoder,
         clustering=Clustering(
@@ -53,7 +60,5 @@ def plan_of(
         ),
         sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
         condition=fitted.condition,
-        # Of equal names the later one counts: islands have a partition of their own, a federation's experts an
-        # adaptation.
-        **recipe.terms | own,
+        **terms,
     )

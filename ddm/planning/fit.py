@@ -15,6 +15,7 @@ from ddm.io.files import replacing
 from ddm.io.tensors import save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
 from ddm.partition.clustering import Clusters, fit_clustering
+from ddm.planning.bases import OpenedBase
 from ddm.planning.networks import (
     OpenedEncoder,
     OwnAutoencoder,
@@ -69,6 +70,7 @@ class PublicParts:
         network: the encoder itself.
         clusters: the clusters themselves.
         autoencoder: the latent itself.
+        base: the public expert that training starts from; None where it starts from random weights.
     """
 
     images: PublicImages
@@ -81,6 +83,7 @@ class PublicParts:
     network: Encoder
     clusters: Clusters
     autoencoder: Latent
+    base: OpenedBase | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ def fit_public_parts(
         network=encoder.network,
         clusters=clusters,
         autoencoder=latent.network,
+        base=networks.base,
     )
 
 
@@ -261,5 +265,5 @@ def write_base(expert: Expert, networks: RecipeNetworks, folder: Path) -> list[s
     """Write the public expert that training starts from, if the recipe names one, and return its path in the plan."""
     if networks.base is None or expert.base is None:
         return []
-    save_tensors(folder / expert.base, networks.base)
+    save_tensors(folder / expert.base, networks.base.tensors)
     return [expert.base]

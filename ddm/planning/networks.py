@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import assert_never
 
 import torch
-from torch import Tensor
 
 from ddm.encoders import Encoder
 from ddm.encoders.autoencoder import AutoencoderKl, open_published, open_weights
 from ddm.errors import ArchipelagoError, MissingFileError, SetupError, ShapeError
 from ddm.io.files import require_file
-from ddm.io.tensors import load_tensors
-from ddm.models import MAX_WEIGHT, expected_tensors
+from ddm.planning.bases import BaseSource, OpenedBase, open_base
 from ddm.planning.recipe import (
     AutoencoderKlRecipe,
     DiffusersKlRecipe,
@@ -89,23 +87,27 @@ class RecipeNetworks:
         condition: what experts are conditioned on, the encoder of texts pinned by the digests of its files.
         encoder: of images; None where it is fitted on the public images.
         autoencoder: None where experts see the images themselves.
-        base: the tensors of the public expert that training starts from; None where it starts from random weights.
+        base: the public expert that training starts from; None where it starts from random weights.
     """
 
     condition: Condition
     encoder: OpenedEncoder | None
     autoencoder: OwnAutoencoder | PublishedAutoencoder | None
-    base: dict[str, Tensor] | None
+    base: OpenedBase | None
 
 
-def open_networks(recipe: SharedRecipe) -> RecipeNetworks:
+def open_networks(recipe: SharedRecipe, released_base: BaseSource | None = None) -> RecipeNetworks:
     """Open every file and folder that a recipe names, before images are read and encoded, which is the long part.
+
+    Args:
+        recipe: what the operator asks for.
+        released_base: the base of a recipe that names a release, which the aggregator has verified.
 
     Raises:
         MissingFileError: a file of weights that the recipe names is not there.
         SetupError: the folder of the text encoder, or of the autoencoder, that the recipe names holds none; or a
             network of the recipe fails on an image, by the field that names it.
-        TensorFileError: the weights of the autoencoder, or of the public expert, are not what the recipe implies.
+        TensorFileError: the weights of the autoencoder, or of the base, are not what the recipe implies.
     """
     condition = condition_of(recipe)
     encoder = _open_encoder(recipe)
@@ -118,22 +120,27 @@ def open_networks(recipe: SharedRecipe) -> RecipeNetworks:
             expert_shape = autoencoder.spec(1.0).shape(recipe.data.shape)
         case PublishedAutoencoder():
             expert_shape = autoencoder.spec.shape(recipe.data.shape)
-    base = _open_base(recipe, expert_shape, condition)
+    base = open_base(recipe, expert_shape, condition, released_base)
     return RecipeNetworks(condition, encoder, autoencoder, base)
 
 
-def open_networks_beside(recipe: SharedRecipe, expert_shape: tuple[int, ...]) -> RecipeNetworks:
+def open_networks_beside(
+    recipe: SharedRecipe,
+    expert_shape: tuple[int, ...],
+    released_base: BaseSource | None = None,
+) -> RecipeNetworks:
     """Open what a recipe names beside encoder and autoencoder, which an earlier plan provides.
 
     Args:
         recipe: what the operator asks for.
         expert_shape: a sample as experts see it, by the earlier plan.
+        released_base: see `open_networks`.
 
     Raises:
         MissingFileError, SetupError, TensorFileError: see `open_networks`.
     """
     condition = condition_of(recipe)
-    base = _open_base(recipe, expert_shape, condition)
+    base = open_base(recipe, expert_shape, condition, released_base)
     return RecipeNetworks(condition, encoder=None, autoencoder=None, base=base)
 
 
@@ -202,18 +209,6 @@ def _open_published(chosen: DiffusersKlRecipe, shape: tuple[int, ...]) -> Publis
         )
         network.encode(torch.zeros(1, *shape))
     return PublishedAutoencoder(network, spec, weights, digest)
-
-
-def _open_base(
-    recipe: SharedRecipe, expert_shape: tuple[int, ...], condition: Condition
-) -> dict[str, Tensor] | None:
-    """Load the public expert that training starts from; it must be what the recipe wants trained."""
-    if recipe.base is None:
-        return None
-    path = require_file(Path(recipe.base), "the public expert that training starts from")
-    # The operator's own file: its names, shapes and values are checked, and its size needs no bound.
-    specs = expected_tensors(recipe.expert.architecture, expert_shape, condition)
-    return load_tensors(path, specs, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT)
 
 
 @contextmanager

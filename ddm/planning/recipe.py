@@ -1,17 +1,23 @@
 """The part of a recipe that every plan needs, of a federation or not: data, encoder, clusters, experts, router."""
 
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from ddm.io.settings import Settings
 from ddm.planning.architectures import ExpertRecipe, RouterRecipe
 from ddm.protocol.architecture import ClassCondition, MaxTokens, NoCondition, Probability
-from ddm.protocol.base import NaturalInt
+from ddm.protocol.base import Licence, NaturalInt, NumImages
 from ddm.protocol.encoder import Side
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
-from ddm.protocol.learning import LogitNormalT, Objective, TDistribution
+from ddm.protocol.learning import (
+    LogitNormalT,
+    Objective,
+    PathName,
+    PredictionName,
+    TDistribution,
+)
 from ddm.protocol.plan import ModelTerms, PlanTerms
 
 MAX_DEFAULT_FINE = 1024
@@ -112,6 +118,91 @@ class TextRecipe(Settings):
     drop: Probability = 0.1
 
 
+class BaseTerms(Settings):
+    """What nobody can read from the weights of a base.
+
+    Attributes:
+        licence: of the base, such as Apache-2.0; it must allow releases under the plan's licence.
+        num_images: how many images it was trained on; left out where it is not known.
+    """
+
+    licence: Licence
+    num_images: NumImages | None = None
+
+
+class FileBaseRecipe(BaseTerms):
+    """A file of weights with this toolkit's names, such as an `expert.safetensors` (path from where the command runs).
+
+    Attributes:
+        file: safetensors.
+        shape: of a sample of the base, as its network sees it; needed only where the plan's samples have other sides or
+            channels.
+        path: the probability path that it was trained on; by default that of the recipe's `[objective]`.
+        prediction: what it predicts; by default that of the recipe's `[objective]`.
+    """
+
+    kind: Literal["file"] = "file"
+    file: PathText
+    shape: Annotated[tuple[Side, ...], Field(min_length=3, max_length=4)] | None = None
+    path: PathName | None = None
+    prediction: PredictionName | None = None
+
+
+class DiffusersBaseRecipe(BaseTerms):
+    """A checkpoint of diffusers in a folder: `DiTTransformer2DModel`, `UNet2DModel` or `SD3Transformer2DModel`.
+
+    Attributes:
+        folder: holds `config.json` and `diffusion_pytorch_model.safetensors`.
+        path: the probability path that it was trained on; by default `ddpm_linear`, of an SD3 `linear`.
+        prediction: what it predicts; by default `eps`, of an SD3 `velocity`.
+    """
+
+    kind: Literal["diffusers"]
+    folder: PathText
+    path: PathName | None = None
+    prediction: PredictionName | None = None
+
+
+class TrainedBaseRecipe(Settings):
+    """A base that `aggregator base` trained on public images, with the card that states its terms.
+
+    Attributes:
+        folder: its folder.
+    """
+
+    kind: Literal["trained"]
+    folder: PathText
+
+
+class ReleaseBaseRecipe(Settings):
+    """An expert of an earlier release, or a student of it: for `aggregator plan`, whose `--from-release` writes this.
+
+    Attributes:
+        release: the release's folder.
+        root: the pinned root of the federation that published it; by default this federation's.
+        expert: the expert's name; with neither expert nor student, the best one on public images is proposed.
+        student: the file of the student's weights, with the record beside it.
+    """
+
+    kind: Literal["release"]
+    release: PathText
+    root: PathText | None = None
+    expert: Annotated[str, Field(max_length=100)] | None = None
+    student: PathText | None = None
+
+    @model_validator(mode="after")
+    def _one_network(self) -> "ReleaseBaseRecipe":
+        if self.expert is not None and self.student is not None:
+            raise ValueError("name an expert or a student, not both")
+        return self
+
+
+BaseRecipe = Annotated[
+    FileBaseRecipe | DiffusersBaseRecipe | TrainedBaseRecipe | ReleaseBaseRecipe,
+    Field(discriminator="kind"),
+]
+
+
 class ClusteringRecipe(Settings):
     """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it.
 
@@ -163,8 +254,8 @@ class SharedRecipe(ModelTerms):
     Of the terms, those with a default or with a shorter way to write them are listed again.
 
     Attributes:
-        base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
-            need it.
+        base: the public expert that training starts from, whichever weights `expert.adaptation` then trains; the
+            adaptations lora and partial need one.
     """
 
     public: PublicRecipe = PublicRecipe()
@@ -179,8 +270,8 @@ class SharedRecipe(ModelTerms):
         NoCondition()
     )
     objective: Objective = Objective()
-    expert: Annotated[ExpertRecipe, AfterValidator(ExpertRecipe.plain), SerializeAsAny()]
-    base: PathText | None = None
+    expert: SerializeAsAny[ExpertRecipe]
+    base: BaseRecipe | None = None
     router: RouterRecipe
 
     @property
@@ -199,10 +290,25 @@ class SharedRecipe(ModelTerms):
     def released_rank(self) -> int:
         """The dimensions of the sketch that its scale is fitted in."""
 
+    # First, since all other rules read the expert as the plan will state it.
+    @model_validator(mode="after")
+    def _write_out_the_expert(self) -> Self:
+        """Replace the recipe of the experts by what a plan says of them, which depends on whether there is a base."""
+        if not isinstance(self.expert, ExpertRecipe):
+            return self
+        expert = self.expert.plain(has_base=self.base is not None)
+        return self.model_copy(update={"expert": expert})
+
     @model_validator(mode="after")
     def _base_is_there(self) -> "SharedRecipe":
-        if (self.base is None) != (self.expert.base is None):
-            raise ValueError("base is needed where the expert is adapted from one, and only there")
+        if self.base is None and self.expert.base is not None:
+            raise ValueError(
+                f"the adaptation {self.expert.adaptation.kind} starts from a base: name it in a table [base]"
+            )
+        if self.base is not None and self.expert.base is None:
+            raise ValueError(
+                f"the adaptation {self.expert.adaptation.kind} starts from no base: leave the table [base] out"
+            )
         return self
 
     @model_validator(mode="after")

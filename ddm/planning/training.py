@@ -13,6 +13,8 @@ from ddm.protocol.base import NumSteps
 from ddm.protocol.learning import Share, Training
 
 EMA_WIDTH = 0.1
+# Of the usual rate, where training starts from a base: the full one would first undo a part of what the base knows.
+BASE_RATE_SHARE = 0.5
 CHECKPOINT_STEPS = 500
 
 
@@ -21,7 +23,7 @@ class TrainingRecipe(Training):
 
     Attributes:
         learning_rate: the highest of the run; by default 0.5 over the width of a transformer, since wider ones need
-            smaller rates; a unet needs one.
+            smaller rates, and half of that where all weights are trained from a base; a unet needs one.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
         weight_decay: AdamW's weight decay.
         precision: precision of the arithmetic, auto being bf16 where products in it are faster (GPUs, AMX,
@@ -49,10 +51,19 @@ class TrainingRecipe(Training):
             )
         return self
 
-    def plain(self, architecture: Architecture) -> Training:
-        """Return what a plan says of it, for an expert of these sizes."""
+    def plain(self, architecture: Architecture, *, starts_from_base: bool = False) -> Training:
+        """Return what a plan says of it, for an expert of these sizes.
+
+        Args:
+            architecture: the expert's.
+            starts_from_base: whether all weights are trained, from those of a base.
+        """
         values = {name: getattr(self, name) for name in Training.model_fields}
-        values["learning_rate"] = self.learning_rate or usual_rate(architecture)
+        values["learning_rate"] = self.learning_rate
+        if self.learning_rate is None:
+            values["learning_rate"] = usual_rate(architecture)
+            if starts_from_base:
+                values["learning_rate"] *= BASE_RATE_SHARE
         values["ema_width"] = self.ema_width if self.averages else EMA_WIDTH
         values["checkpoint_steps"] = self.checkpoint_steps or min(CHECKPOINT_STEPS, self.num_steps)
         return Training.model_construct(**values)

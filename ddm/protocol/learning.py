@@ -8,6 +8,9 @@ from ddm.protocol.architecture import Architecture
 from ddm.protocol.base import Digest, Model, NaturalInt, NumSteps, PlanId, RelativePath, SiloId
 from ddm.protocol.weight_privacy import DpSgd
 
+PathName = Literal["linear", "cosine_vp", "ddpm_linear", "ddpm_cosine", "scaled_linear", "edm"]
+PredictionName = Literal["velocity", "eps", "v", "x_0"]
+
 
 class ExpertObjective(Model):
     """The probability path of an expert, and what it predicts on it.
@@ -18,10 +21,8 @@ class ExpertObjective(Model):
         prediction: what the network predicts; velocity on `linear` and `cosine_vp` only.
     """
 
-    path: Literal["linear", "cosine_vp", "ddpm_linear", "ddpm_cosine", "scaled_linear", "edm"] = (
-        "linear"
-    )
-    prediction: Literal["velocity", "eps", "v", "x_0"] = "velocity"
+    path: PathName = "linear"
+    prediction: PredictionName = "velocity"
 
     @model_validator(mode="after")
     def _velocity_is_even(self) -> "ExpertObjective":
@@ -97,10 +98,18 @@ class LogitNormalT(Model):
 TDistribution = Annotated[UniformT | LogitNormalT, Field(discriminator="kind")]
 
 
+BASE_PATH = "plan/base.safetensors"
+
+
 class FullAdaptation(Model):
-    """All weights of the expert are trained, from random ones."""
+    """All weights of the expert are trained, from random ones or from those of a public expert.
+
+    Attributes:
+        base: path of the public expert in the plan's bundle; None for random weights.
+    """
 
     kind: Literal["full"] = "full"
+    base: RelativePath | None = None
 
 
 class LoraAdaptation(Model):
@@ -113,7 +122,7 @@ class LoraAdaptation(Model):
     """
 
     kind: Literal["lora"] = "lora"
-    base: RelativePath = "plan/base.safetensors"
+    base: RelativePath = BASE_PATH
     rank: Annotated[int, Field(gt=0, le=1024)]
     alpha: Annotated[float, Field(gt=0.0, le=4096.0)]
 
@@ -147,7 +156,7 @@ class PartialAdaptation(Model):
     """
 
     kind: Literal["partial"] = "partial"
-    base: RelativePath = "plan/base.safetensors"
+    base: RelativePath = BASE_PATH
     trained: Annotated[tuple[TensorPrefix, ...], Field(min_length=1, max_length=256)]
 
 
@@ -290,7 +299,9 @@ class Expert(Model):
     def base(self) -> str | None:
         """The path of the public expert that training starts from, if there is one."""
         match self.adaptation:
-            case FullAdaptation() | OwnAdaptation():
+            case OwnAdaptation():
                 return None
+            case FullAdaptation(base=base):
+                return base
             case LoraAdaptation(base=base) | PartialAdaptation(base=base):
                 return base

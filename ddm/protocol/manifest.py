@@ -26,6 +26,7 @@ from ddm.protocol.base import (
     SiloId,
     Time,
 )
+from ddm.protocol.bases import Base
 from ddm.protocol.routers import RouterKind
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 
@@ -153,6 +154,7 @@ class Manifest(Document):
         published_at: when.
         licence: of the release: that of the plan.
         cite: how to cite it.
+        base: the public expert that training started from: that of the plan; null where it started from random weights.
         missing_silos: silos of the plan that sent no submission that was accepted.
         withdrawn_silos: silos that left the plan.
         silos: silos whose experts are here. With the two lists above, each silo of the plan is named once.
@@ -170,6 +172,7 @@ class Manifest(Document):
     published_at: Time
     licence: ShortText
     cite: ShortText
+    base: Base | None = None
     missing_silos: Annotated[tuple[SiloId, ...], Field(max_length=MAX_SILOS)]
     withdrawn_silos: Annotated[tuple[SiloId, ...], Field(max_length=MAX_SILOS)]
     silos: Annotated[tuple[PublishedSilo, ...], Field(min_length=1, max_length=MAX_SILOS)]

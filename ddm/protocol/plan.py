@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from ddm.protocol.architecture import ClassCondition, Condition
 from ddm.protocol.base import MAX_SILOS, File, KeyText, Licence, Model, PlanId, SiloId, Time
+from ddm.protocol.bases import Base
 from ddm.protocol.carried import CarriedSilo, check_carried_silos
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import Encoder
@@ -67,6 +68,7 @@ class Plan(PlanTerms, FederationDocument):
 
     Attributes:
         licence: of the releases that contain what the silos send.
+        base: what the public expert is that training starts from; null where there is none.
     """
 
     format: Literal["archipelago/plan/1"] = "archipelago/plan/1"
@@ -84,6 +86,7 @@ class Plan(PlanTerms, FederationDocument):
     clustering: Clustering
     sketch: SketchSpec
     condition: Condition
+    base: Base | None = None
 
     @model_validator(mode="after")
     def _silos_are_sorted_and_agreed(self) -> "Plan":
@@ -163,6 +166,24 @@ class Plan(PlanTerms, FederationDocument):
         # A carried silo does not train, so that there is nothing that it could begin from.
         if not set(adaptation.submissions) <= set(self.silos):
             raise ValueError("adaptation.submissions must be of silos that train for the plan")
+        return self
+
+    @model_validator(mode="after")
+    def _base_is_stated(self) -> "Plan":
+        path = self.expert.base
+        if (self.base is None) != (path is None):
+            raise ValueError("base must state what expert.adaptation starts from, and only that")
+        if self.base is None or path is None:
+            return self
+        if self.file(path).digest != self.base.digest:
+            raise ValueError("base must have the digest of its file in files")
+        # Its guarantee would cover what private training adds, and not what the base already knows of the same units.
+        exposed_silos = set(self.base.exposed_silos) & set(self.silos)
+        if self.expert.privacy is not None and exposed_silos:
+            raise ValueError(
+                "private training cannot start from a base that learned images of the plan's silos without it; "
+                f"{len(exposed_silos)} of them did"
+            )
         return self
 
     @model_validator(mode="after")

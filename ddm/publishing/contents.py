@@ -111,6 +111,7 @@ def draft_manifest(contents: ReleaseContents, version: StagedVersion) -> Manifes
         published_at=version.created_at,
         licence=contents.plan.licence,
         cite=contents.cite,
+        base=contents.plan.base,
         missing_silos=contents.missing_silos,
         withdrawn_silos=contents.withdrawn_silos,
         silos=tuple(member.published for member in contents.members),

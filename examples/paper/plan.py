@@ -45,7 +45,14 @@ def plan_for(
         more: other tables.
     """
     created, digest, names = now_utc(), sha256_hex(b""), ["centroids", "encoder", "sketch"]
-    names += ["base"] if expert.get("adaptation", {}).get("kind") == "lora" else []
+    base = None
+    if expert.get("adaptation", {}).get("kind") == "lora":
+        names.append("base")
+        base = {
+            "digest": digest,
+            "origin": {"kind": "file", "digest": digest},
+            "licence": "CC-BY-4.0",
+        }
     document = {
         "root_digest": digest,
         "plan_id": "figure-00000000",
@@ -67,6 +74,7 @@ def plan_for(
         "objective": {},
         "t_distribution": {"kind": "logit_normal"},
         "condition": {"kind": "none"},
+        "base": base,
         "expert": expert,
         "statistics": statistics,
         "router": router or {"kind": "counts"},

@@ -39,6 +39,8 @@ def _heading(facts: ReviewFacts) -> str:
     lines = [f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}"]
     if facts.rehearsal:
         lines.append(f"  REHEARSAL       {facts.rehearsal}")
+    if facts.plan.base is not None:
+        lines.append(f"  starts from     {facts.plan.base.words}")
     lines += [
         f"  it costs        epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
         f"  budget          epsilon {budget.spent:.4g} of {budget.budget_epsilon:g} spent, {budget.left:.4g} left",

@@ -192,7 +192,7 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
         more = {"latent.folder": str(tmp_path / "vae")}
         write_autoencoder(tmp_path / "vae", SD)
     if name == "private":
-        more = {"base": str(public_expert(tmp_path / "base.safetensors"))}
+        more = {"base.file": str(public_expert(tmp_path / "base.safetensors"))}
     recipe = tmp_path / "plan.toml"
     recipe.write_bytes(tomli_w.dumps(changed(name, **more)).encode())
     (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")

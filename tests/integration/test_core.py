@@ -118,7 +118,7 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
     ).ema
     save_tensors(tmp_path / "base.safetensors", base)
     chosen = recipe(
-        base=str(tmp_path / "base.safetensors"),
+        base={"kind": "file", "file": str(tmp_path / "base.safetensors"), "licence": "CC0-1.0"},
         expert={
             "architecture": ARCHITECTURE,
             "training": TRAINING | {"num_steps": 20, "checkpoint_steps": 10},

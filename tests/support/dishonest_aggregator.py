@@ -23,7 +23,7 @@ from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
 from silo.config import Policy, Site
 from silo.plan.acceptance import AcceptedPlan, receive_plan
-from tests.support.documents import AGREED, plan_document, to_bytes
+from tests.support.documents import AGREED, base_document, plan_document, to_bytes
 from tests.support.parsers import card_document
 from tests.support.policies import ordinary_policy
 
@@ -56,10 +56,12 @@ class UnsignedPlan:
     Attributes:
         document: plan.json as it will stand there, except for the list of files.
         tensors: what the plan's files will hold, by name.
+        contents: the bytes of files that are written as they are, by name.
     """
 
     document: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]]
+    contents: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def honest(cls, clusters: Clusters, **statistics: object) -> "UnsignedPlan":
@@ -157,11 +159,18 @@ class DishonestAggregator:
             path = f"plan/{name}.safetensors"
             save_tensors(home / path, tensors)
             files.append(File.of(path, home / path))
+        for name, content in plan.contents.items():
+            path = f"plan/{name}.safetensors"
+            (home / path).write_bytes(content)
+            files.append(File.of(path, home / path))
+        digests = {file.path: file.digest for file in files}
         document = plan.document | {
             "root_digest": self.repository.root_digest,
             "plan_id": plan_id,
             "files": [file.model_dump() for file in files],
         }
+        if "plan/base.safetensors" in digests:
+            document["base"] = base_document(digests["plan/base.safetensors"])
         encoded = rewrite(to_bytes(document))
         (home / "plan.json").write_bytes(encoded)
         listed = {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in files}

@@ -90,3 +90,14 @@ def plan_document(**changes: object) -> dict[str, Any]:
 def to_bytes(document: dict[str, Any]) -> bytes:
     """As JSON."""
     return json.dumps(document).encode()
+
+
+def base_document(digest: str, **changes: object) -> dict[str, Any]:
+    """What a plan states of a base whose file has this digest."""
+    document = {
+        "digest": digest,
+        "origin": {"kind": "file", "digest": digest},
+        "licence": "CC0-1.0",
+        "num_images": 1000,
+    }
+    return document | changes

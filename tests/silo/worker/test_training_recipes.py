@@ -20,7 +20,7 @@ from silo.config import Policy, SiloSettings
 from silo.data.cohort import Cohort
 from silo.plan.workspace import Workspace
 from silo.worker.training import SiloTraining, num_classes, train_experts
-from tests.support.documents import plan_document, to_bytes
+from tests.support.documents import base_document, plan_document, to_bytes
 
 SHAPE = (1, 4, 4)
 NUM = 60
@@ -47,7 +47,9 @@ def plan(
         "training": RECIPE,
         "adaptation": adaptation or {"kind": "full"},
     }
-    document["files"] += [base.model_dump()] if base else []
+    if base:
+        document["files"].append(base.model_dump())
+        document["base"] = base_document(base.digest)
     return Plan.parse(to_bytes(document), subject="plan")
 
 
@@ -142,6 +144,7 @@ def bundle(tmp_path: Path) -> tuple[Path, File]:
 
 
 ADAPTATIONS = {
+    "full": {"kind": "full", "base": "plan/base.safetensors"},
     "lora": {"kind": "lora", "rank": 2, "alpha": 4.0},
     "partial": {"kind": "partial", "trained": ["head"]},
 }
@@ -155,8 +158,18 @@ def test_expert_from_a_public_one_is_released_whole_and_differs_only_where_it_wa
     base = load_expert(plan().expert.architecture, SHAPE, folder, file).state_dict()
     whole = trained(plan(ADAPTATIONS[kind], file), tmp_path, bundle=folder)
     changed = {name for name in base if not torch.equal(base[name], whole[name])}
-    linear = {name for name in base if base[name].dim() == 2}
-    assert changed == (linear if kind == "lora" else {"head.weight", "head.bias"})
+    trained_names = {
+        "full": set(base),
+        "lora": {name for name in base if base[name].dim() == 2},
+        "partial": {"head.weight", "head.bias"},
+    }
+    assert changed == trained_names[kind]
+    if kind == "full":
+        # Six steps of a hundredth each: the expert is still near the base, and far from a fresh network.
+        moved = torch.cat([(whole[name] - base[name]).flatten() for name in base])
+        fresh = build_expert(plan().expert.architecture, SHAPE, seed=0).state_dict()
+        distance = torch.cat([(whole[name] - fresh[name]).flatten() for name in base])
+        assert 0 < float(moved.abs().max()) <= 0.1 < float(distance.abs().max())
 
 
 def test_weights_that_training_takes_beyond_the_bound_end_at_it_and_stop_nothing(

@@ -1,0 +1,276 @@
+"""Opens the base that a recipe names, fits it to the plan's network, and states where it comes from."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, assert_never, cast
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from ddm.errors import DocumentError, SetupError
+from ddm.io.files import read_bounded, require_file
+from ddm.io.tensors import load_tensors
+from ddm.models import MAX_WEIGHT
+from ddm.models.base_weights import BaseWeights, fit_base
+from ddm.models.diffusers_weights import CONFIGS, LAYOUTS, Layout, weights_of
+from ddm.planning.recipe import (
+    BaseRecipe,
+    DiffusersBaseRecipe,
+    FileBaseRecipe,
+    ReleaseBaseRecipe,
+    SharedRecipe,
+    TrainedBaseRecipe,
+)
+from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard
+from ddm.protocol.architecture import Condition, GridSize, Shape
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, check_json, sha256_file
+from ddm.protocol.bases import (
+    Base,
+    ExpertBase,
+    FileBase,
+    StudentBase,
+    TrainedBase,
+    licence_misfit,
+)
+from ddm.protocol.learning import Expert, ExpertObjective
+
+_CONFIG_NAME = "config.json"
+_DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 16
+_FLOATS = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
+_DIFFUSERS_OBJECTIVE = ExpertObjective(path="ddpm_linear", prediction="eps")
+
+
+@dataclass(frozen=True)
+class BaseSource:
+    """A base as it was found, before it is fitted to a plan.
+
+    Attributes:
+        weights: its weights.
+        grid: of patches whose places it knows; None for a network without patches, or where nobody stated it.
+        origin: where it comes from.
+        licence: of the base.
+        num_images: how many images it was trained on; None where nobody knows.
+        objective: what it was trained for.
+    """
+
+    weights: BaseWeights
+    grid: GridSize | None
+    origin: FileBase | TrainedBase | ExpertBase | StudentBase
+    licence: str
+    num_images: int | None
+    objective: ExpertObjective
+
+
+@dataclass(frozen=True)
+class OpenedBase:
+    """A base whose weights are those of the plan's network.
+
+    Attributes:
+        source: as it was found.
+        tensors: the fitted weights.
+        changes: what was changed, in words.
+    """
+
+    source: BaseSource
+    tensors: dict[str, Tensor]
+    changes: tuple[str, ...]
+
+    def describe(self, digest: str) -> Base:
+        """Return what a plan states of it; `digest` is that of its file in the plan."""
+        return Base(
+            digest=digest,
+            origin=self.source.origin,
+            licence=self.source.licence,
+            num_images=self.source.num_images,
+            objective=self.source.objective,
+            changes=self.changes,
+        )
+
+    def place(self, expert: Expert, shape: Shape) -> Expert:
+        """Return a plan's expert whose positions span those that the base knows, on samples of another size too."""
+        if self.source.grid is None:
+            return expert
+        architecture = expert.architecture.spanning(self.source.grid, shape)
+        return expert.model_copy(update={"architecture": architecture})
+
+
+def open_base(
+    recipe: SharedRecipe, expert_shape: Shape, condition: Condition, source: BaseSource | None
+) -> OpenedBase | None:
+    """Open the base that a recipe names; None for a recipe without one.
+
+    Args:
+        recipe: what the operator asks for.
+        expert_shape: of a sample, as the plan's experts see it.
+        condition: of the plan's experts.
+        source: what a release has, which the aggregator alone opens; None where the recipe names a file or folder.
+
+    Raises:
+        MissingFileError: a file that the recipe names is not there.
+        SetupError: the recipe's base is not of the form that its kind says.
+        TensorFileError: the weights do not fit the plan's network; names the tensor.
+    """
+    if recipe.base is None:
+        return None
+    if source is None:
+        source = _read_source(recipe.base, recipe)
+    fitted = fit_base(source.weights, recipe.expert.architecture, expert_shape, condition)
+    return OpenedBase(source, fitted.tensors, fitted.changes)
+
+
+def check_licence(base: OpenedBase | None, release_licence: str) -> None:
+    """Refuse a base whose licence a release could not keep.
+
+    Raises:
+        SetupError: on such a one.
+    """
+    if base is None:
+        return
+    expected = licence_misfit(base.source.licence, release_licence)
+    if expected is not None:
+        raise SetupError(
+            "licence of the releases",
+            expected=expected,
+            got=release_licence,
+            remedy="Choose a base whose licence allows this, or publish under the base's licence: licence in "
+            "federation.toml, or owner.licence in the recipe of ddm split.",
+        )
+
+
+def _read_source(chosen: BaseRecipe, recipe: SharedRecipe) -> BaseSource:
+    match chosen:
+        case FileBaseRecipe():
+            return _read_file(chosen, recipe)
+        case DiffusersBaseRecipe():
+            return _read_diffusers(chosen, recipe)
+        case TrainedBaseRecipe():
+            return _read_trained(chosen)
+        case ReleaseBaseRecipe():
+            raise SetupError(
+                "recipe, base.kind",
+                expected="file, diffusers or trained",
+                got="release, which only aggregator plan opens",
+            )
+        case _:
+            assert_never(chosen)
+
+
+def _read_file(chosen: FileBaseRecipe, recipe: SharedRecipe) -> BaseSource:
+    path = require_file(Path(chosen.file), "the base that training starts from")
+    grid = None
+    if chosen.shape is not None:
+        grid = recipe.expert.architecture.position_span(chosen.shape)
+    return BaseSource(
+        BaseWeights(read_weights(path), chosen.shape),
+        grid,
+        FileBase(digest=sha256_file(path)),
+        chosen.licence,
+        chosen.num_images,
+        _objective(
+            chosen,
+            ExpertObjective(path=recipe.objective.path, prediction=recipe.objective.prediction),
+        ),
+    )
+
+
+def _objective(
+    chosen: FileBaseRecipe | DiffusersBaseRecipe, default: ExpertObjective
+) -> ExpertObjective:
+    try:
+        return ExpertObjective(
+            path=chosen.path or default.path, prediction=chosen.prediction or default.prediction
+        )
+    except ValidationError as error:
+        raise SetupError("recipe, base", got=error.errors()[0]["msg"]) from error
+
+
+def read_weights(path: Path, digest: str | None = None) -> dict[str, Tensor]:
+    """Read a file of weights of any names, in float32.
+
+    Raises:
+        DigestError: other bytes than those of `digest`.
+        TensorFileError: no safetensors file, a value that is not finite, or one above `MAX_WEIGHT`.
+    """
+    # The operator's own file: names and shapes are compared later, and its size needs no bound.
+    tensors = load_tensors(
+        path, None, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT, digest=digest
+    )
+    return {
+        name: tensor.float() if str(tensor.dtype) in _FLOATS else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _read_diffusers(chosen: DiffusersBaseRecipe, recipe: SharedRecipe) -> BaseSource:
+    folder = Path(chosen.folder)
+    config_path = require_file(folder / _CONFIG_NAME, "the configuration of the base")
+    path = require_file(folder / _DIFFUSERS_WEIGHTS_NAME, "the weights of the base")
+    layout, config = _read_config(config_path)
+    architecture = recipe.expert.architecture
+    weights = weights_of(layout, config, read_weights(path), architecture)
+    grid = None
+    if weights.shape is not None:
+        grid = architecture.position_span(weights.shape)
+    default = _DIFFUSERS_OBJECTIVE
+    if layout == "SD3Transformer2DModel":
+        default = ExpertObjective()
+    return BaseSource(
+        weights,
+        grid,
+        FileBase(layout=layout, digest=sha256_file(path)),
+        chosen.licence,
+        chosen.num_images,
+        _objective(chosen, default),
+    )
+
+
+def _read_config(path: Path) -> tuple[Layout, Any]:
+    """Read a `config.json` of diffusers.
+
+    Raises:
+        SetupError: not of a network that has a counterpart here.
+    """
+    subject = f"base, {path.name}"
+    try:
+        content = read_bounded(path, _MAX_CONFIG_BYTES)
+        values = check_json(content, subject=subject, limit=_MAX_CONFIG_BYTES)
+    except DocumentError as error:
+        raise SetupError(subject, expected=error.expected, got=error.got) from error
+    name = None
+    if isinstance(values, Mapping):
+        name = values.get("_class_name")
+    if name not in LAYOUTS:
+        raise SetupError(
+            f"{subject}, _class_name",
+            expected=f"one of {', '.join(LAYOUTS)}",
+            got=ascii(name)[:80],
+        )
+    layout = cast(Layout, name)
+    try:
+        return layout, CONFIGS[layout].model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise SetupError(
+            f"{subject}, {field}",
+            expected=f"a {layout} that this toolkit can express",
+            got=first["msg"],
+        ) from error
+
+
+def _read_trained(chosen: TrainedBaseRecipe) -> BaseSource:
+    folder = Path(chosen.folder)
+    card_path = require_file(folder / CARD_NAME, "the card of the base")
+    path = require_file(folder / WEIGHTS_NAME, "the weights of the base")
+    card = TrainedBaseCard.parse(read_bounded(card_path, MAX_DOCUMENT_BYTES), subject=CARD_NAME)
+    return BaseSource(
+        BaseWeights(read_weights(path, card.file.digest), card.shape),
+        card.architecture.position_span(card.shape),
+        TrainedBase(digest=card.file.digest, images_digest=card.images_digest),
+        card.licence,
+        card.num_images,
+        card.objective,
+    )

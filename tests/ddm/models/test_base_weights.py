@@ -1,0 +1,212 @@
+"""A base in another network than its own: what the adjusted weights answer, against what the base answers."""
+
+from math import cos, sin
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddm.errors import TensorFileError
+from ddm.models import build_expert, expected_tensors
+from ddm.models.base_weights import BaseWeights, fit_base
+from ddm.models.layers import sincos_positions
+from ddm.protocol.architecture import (
+    Architecture,
+    ClassCondition,
+    Condition,
+    Dit,
+    NoCondition,
+    TextCondition,
+    Unet,
+)
+
+DIT = Dit(patch=2, hidden=16, depth=2, heads=2)
+UNET = Unet(
+    channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4
+)
+GREY = (1, 8, 8)
+COLOUR = (3, 8, 8)
+NONE = NoCondition()
+THREE = ClassCondition(num_classes=3)
+FIVE = ClassCondition(num_classes=5)
+BOTH = pytest.mark.parametrize("architecture", [DIT, UNET], ids=["dit", "unet"])
+
+
+def made_network(
+    architecture: Architecture, shape: tuple[int, ...], condition: Condition = NONE
+) -> nn.Module:
+    """A network that answers something, as a trained one does."""
+    network = build_expert(architecture, shape, condition=condition, seed=3)
+    random = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=random))
+    return network.eval()
+
+
+def fitted_network(
+    base: nn.Module,
+    architecture: Architecture,
+    shape: tuple[int, ...],
+    condition: Condition = NONE,
+    base_shape: tuple[int, ...] | None = None,
+) -> nn.Module:
+    weights = BaseWeights(base.state_dict(), base_shape)
+    fitted = fit_base(weights, architecture, shape, condition)
+    network = build_expert(architecture, shape, condition=condition)
+    network.load_state_dict(fitted.tensors)
+    return network.eval()
+
+
+def samples(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(5)
+    return torch.randn(4, *shape, generator=random), torch.tensor([0.1, 0.4, 0.6, 0.9])
+
+
+def test_base_of_the_same_network_is_taken_unchanged() -> None:
+    base = made_network(DIT, GREY, THREE)
+    fitted = fit_base(BaseWeights(base.state_dict(), GREY), DIT, GREY, THREE)
+    assert fitted.changes == ()
+    assert all(
+        torch.equal(fitted.tensors[name], value) for name, value in base.state_dict().items()
+    )
+
+
+@BOTH
+@torch.no_grad()
+def test_added_classes_are_answered_as_no_class_and_the_others_as_before(
+    architecture: Architecture,
+) -> None:
+    base = made_network(architecture, GREY, THREE)
+    network = fitted_network(base, architecture, GREY, FIVE)
+    x, t = samples(GREY)
+    old = torch.tensor([-1, 0, 1, 2])
+    assert torch.equal(network(x, t, old), base(x, t, old))
+    new = torch.tensor([3, 4, 3, 4])
+    assert torch.equal(network(x, t, new), base(x, t, torch.full((4,), -1)))
+    assert not torch.equal(network(x, t, old), network(x, t, new)), "the classes say something"
+
+
+@BOTH
+@torch.no_grad()
+def test_base_without_classes_answers_every_class_as_it_did(architecture: Architecture) -> None:
+    base = made_network(architecture, GREY)
+    network = fitted_network(base, architecture, GREY, THREE)
+    x, t = samples(GREY)
+    assert torch.equal(network(x, t, torch.tensor([-1, 0, 1, 2])), base(x, t))
+
+
+@BOTH
+@torch.no_grad()
+def test_base_with_classes_answers_in_a_plan_without_them_as_for_no_class(
+    architecture: Architecture,
+) -> None:
+    base = made_network(architecture, GREY, THREE)
+    network = fitted_network(base, architecture, GREY)
+    x, t = samples(GREY)
+    torch.testing.assert_close(network(x, t), base(x, t, torch.full((4,), -1)))
+
+
+@BOTH
+@torch.no_grad()
+def test_colour_base_answers_a_grey_sample_as_the_same_values_in_every_channel_averaged(
+    architecture: Architecture,
+) -> None:
+    base = made_network(architecture, COLOUR)
+    network = fitted_network(base, architecture, GREY, base_shape=COLOUR)
+    x, t = samples(GREY)
+    expected = base(x.expand(-1, 3, -1, -1), t).mean(1, keepdim=True)
+    torch.testing.assert_close(network(x, t), expected, atol=1e-5, rtol=1e-4)
+
+
+@BOTH
+@torch.no_grad()
+def test_grey_base_answers_every_channel_as_the_mean_of_the_channels(
+    architecture: Architecture,
+) -> None:
+    base = made_network(architecture, GREY)
+    network = fitted_network(base, architecture, COLOUR, base_shape=GREY)
+    x, t = samples(COLOUR)
+    expected = base(x.mean(1, keepdim=True), t).expand(-1, 3, -1, -1)
+    torch.testing.assert_close(network(x, t), expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_base_without_texts_answers_a_text_as_it_did_without() -> None:
+    base = made_network(DIT, GREY)
+    text = TextCondition(dim=6, max_tokens=3)
+    network = fitted_network(base, DIT, GREY, text)
+    x, t = samples(GREY)
+    torch.testing.assert_close(network(x, t, torch.ones(4, 3, 6)), base(x, t))
+
+
+def test_places_of_a_larger_image_lie_between_those_of_the_base() -> None:
+    """The closed form of the interpolation: row r of R is placed at r G / R, of which a sine and cosine are taken."""
+    rows, columns, hidden, grid = 4, 6, 8, (2, 3)
+    positions = sincos_positions(rows, columns, hidden, grid).reshape(rows, columns, hidden)
+    frequencies = (1.0, 0.01)  # 10,000^-(i / 2) for the two of a quarter
+    for row in range(rows):
+        for column in range(columns):
+            row_place, column_place = row * 2 / rows, column * 3 / columns
+            expected = [
+                wave(place * frequency)
+                for place in (row_place, column_place)
+                for wave in (sin, cos)
+                for frequency in frequencies
+            ]
+            found = positions[row, column].tolist()
+            assert found == pytest.approx(expected, abs=1e-6)
+    known = sincos_positions(2, 3, hidden).reshape(2, 3, hidden)
+    torch.testing.assert_close(positions[::2, ::2], known)
+
+
+def test_larger_samples_need_no_other_tensors_and_the_change_is_stated() -> None:
+    large = (1, 16, 16)
+    base = made_network(DIT, GREY)
+    architecture = DIT.spanning(DIT.patch_grid(GREY), large)
+    assert architecture.position_grid == (4, 4)
+    fitted = fit_base(BaseWeights(base.state_dict(), GREY), architecture, large, NONE)
+    assert fitted.changes == ("samples of 16 x 16 instead of 8 x 8",)
+    assert set(fitted.tensors) == set(expected_tensors(architecture, large))
+
+
+@pytest.mark.parametrize(
+    ("base", "plan", "tensor"),
+    [
+        pytest.param((DIT, GREY, FIVE), (DIT, GREY, THREE), "classes.table.weight", id="classes"),
+        pytest.param(
+            (DIT, GREY, NONE),
+            (DIT.model_copy(update={"patch": 4}), GREY, NONE),
+            "embed.weight",
+            id="patch",
+        ),
+        pytest.param((DIT, COLOUR, NONE), (DIT, (4, 8, 8), NONE), "embed.weight", id="channels"),
+        pytest.param(
+            (DIT, GREY, NONE),
+            (DIT.model_copy(update={"depth": 3}), GREY, NONE),
+            "modulation.weight",
+            id="depth",
+        ),
+        pytest.param(
+            (DIT.model_copy(update={"depth": 1, "qk_norm": True}), GREY, NONE),
+            (DIT.model_copy(update={"depth": 1}), GREY, NONE),
+            "'blocks.0.norms.0.scale'",
+            id="unknown",
+        ),
+        pytest.param(
+            (UNET, GREY, NONE),
+            (UNET, GREY, TextCondition(dim=4, max_tokens=2)),
+            "null",
+            id="text of a unet",
+        ),
+    ],
+)
+def test_base_that_does_not_fit_is_refused_by_the_name_of_the_tensor(
+    base: tuple[Architecture, tuple[int, ...], Condition],
+    plan: tuple[Architecture, tuple[int, ...], Condition],
+    tensor: str,
+) -> None:
+    network = made_network(*base)
+    with pytest.raises(TensorFileError) as caught:
+        fit_base(BaseWeights(network.state_dict(), base[1]), *plan)
+    assert caught.value.subject == f"base, tensor {tensor}"
