@@ -214,12 +214,14 @@ class ApprovalPolicy(Settings):
     Attributes:
         kind: who approves.
         carry_over: whether later plans of the same federation and licence may carry the submission over.
+        serve_as_base: whether later plans may start training from the experts.
         licences: under which releases may be published; with none, any licence.
     """
 
     kind: Literal["person", "policy"] = "person"
     # A late silo then costs this site neither training nor epsilon; each submission states it (docs/adr/0081).
     carry_over: bool = True
+    serve_as_base: bool = False
     licences: tuple[ShortText, ...] = ()
 
 

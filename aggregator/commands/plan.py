@@ -1,7 +1,7 @@
 """The command `aggregator plan`: draft a plan, show what it costs, sign it."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from aggregator.planning.carrying import CarriedExperts
     from aggregator.planning.cost import Cost
     from aggregator.planning.draft import Draft
+    from aggregator.planning.recipe import Recipe
+    from ddm.planning.bases import BaseSource
     from ddm.protocol.architecture import ClassCondition, TextCondition
     from ddm.protocol.plan import Plan
 
@@ -51,6 +53,34 @@ def plan(
         list[str] | None,
         typer.Option(metavar="SILO", help="With --carry: this silo trains again; repeatable."),
     ] = None,
+    from_release: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RELEASE",
+            help="Start training from an expert of this release, or from a student of it; verified first.",
+        ),
+    ] = None,
+    expert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EXPERT",
+            help="With --from-release: the expert (default: the best one on the public images).",
+        ),
+    ] = None,
+    student: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --from-release: a student's weights, with its record beside them.",
+        ),
+    ] = None,
+    release_root: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --from-release: the root of the federation that published it (default: this federation's).",
+        ),
+    ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Sign without asking for confirmation.")
     ] = False,
@@ -59,6 +89,7 @@ def plan(
     """Fit the public parts of a plan, show its size, time and epsilon, then sign it.
 
     With --carry the new plan keeps the public parts and accepted experts of the plan in force: only new silos train.
+    With --from-release every silo that trains starts from one expert of an earlier release, if its silo agreed to that.
     """
     from pydantic import ValidationError
 
@@ -74,7 +105,8 @@ def plan(
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
-    chosen = load_settings(Recipe, recipe)
+    base_table = _base_table(from_release, expert, student, release_root)
+    chosen = load_settings(Recipe, recipe, added=base_table)
     _check_source_options(public, carry, replace)
     # Fitting takes minutes, after which a plan that cannot be signed would be thrown away.
     check_signable(federation)
@@ -83,10 +115,13 @@ def plan(
     if public is None:
         # `_check_source_options` has seen to it that --carry is there.
         source = choose_carried(federation, carry or "", replace or ())
-        networks = open_networks_beside(chosen, source.plan.expert_shape)
+        carried_images = source.images
+        released_base = _released_base(federation, chosen, lambda: carried_images.fitted, yes=yes)
+        networks = open_networks_beside(chosen, source.plan.expert_shape, released_base)
     else:
-        networks = open_networks(chosen)
         image_set = open_image_set(public, chosen.data, chosen.transform, subject="public images")
+        released_base = _released_base(federation, chosen, image_set.read, yes=yes)
+        networks = open_networks(chosen, released_base)
         source = image_set.read()
         columns = read_columns(image_set, chosen)
         for remark in (*image_set.remarks, *image_set.range_remarks(source)):
@@ -121,6 +156,64 @@ def plan(
         say(
             f"Signed plan {draft.plan.plan_id}, digest {draft.plan.digest}. Next: aggregator run {fed}"
         )
+
+
+def _base_table(
+    from_release: Path | None,
+    expert: str | None,
+    student: Path | None,
+    release_root: Path | None,
+) -> dict[str, object]:
+    """Return the recipe's table [base] that these options stand for.
+
+    Raises:
+        SetupError: options of --from-release without it.
+    """
+    others = {"expert": expert, "student": student, "root": release_root}
+    table: dict[str, object] = {name: str(value) for name, value in others.items() if value}
+    if from_release is not None:
+        return {"base": {"kind": "release", "release": str(from_release), **table}}
+    if table:
+        raise SetupError(
+            "plan",
+            expected="--from-release RELEASE beside --expert, --student and --release-root",
+            got="one of these without it",
+            remedy="See `aggregator plan --help`.",
+        )
+    return {}
+
+
+def _released_base(
+    federation: Federation,
+    recipe: "Recipe",
+    read_images: "Callable[[], Tensor]",
+    *,
+    yes: bool,
+) -> "BaseSource | None":
+    """Open the base of a recipe that names a release; where it names no expert, propose the best on public images."""
+    from aggregator.planning.released_base import (
+        compare_experts,
+        expert_source,
+        student_source,
+        verify_base_release,
+    )
+    from ddm.planning.recipe import ReleaseBaseRecipe
+
+    chosen = recipe.base
+    if not isinstance(chosen, ReleaseBaseRecipe):
+        return None
+    release = verify_base_release(federation, chosen)
+    if chosen.student is not None:
+        return student_source(release, Path(chosen.student))
+    if chosen.expert is not None:
+        return expert_source(release, chosen.expert)
+    compared = compare_experts(release, read_images())
+    rows = [(expert.expert_id, expert.silo_id, f"{expert.loss:.4f}") for expert in compared]
+    say(table(rows, ("expert", "silo", "loss on public images")))
+    best = compared[0].expert_id
+    if not yes:
+        confirm(f"Start training from {best}?", refused="Name another one with --expert.")
+    return expert_source(release, best)
 
 
 def _check_source_options(

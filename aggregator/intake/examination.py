@@ -16,6 +16,7 @@ from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import Inventory
 from aggregator.intake.quarantine import decisions_on, is_admitted, refused_before
 from aggregator.intake.screening import (
+    BaseFigures,
     ExpertFigures,
     Probe,
     absolute_faults,
@@ -30,7 +31,7 @@ from ddm.errors import RefusedError
 from ddm.io.files import FileIdentity, file_identity, read_bounded, write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.models import training_flops
-from ddm.models.streamed import StreamedExpert, stored_tensors
+from ddm.models.streamed import StoredTensor, StreamedExpert, stored_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, SiloId, sha256_hex
 from ddm.protocol.learning import ExpertObjective, OwnAdaptation
 from ddm.protocol.plan import Plan
@@ -161,8 +162,8 @@ class Examiner:
         num_images = num_gallery_images(parts[0][0].numel())
         return torch.cat([part[:num_images] for part in parts])[:num_images].clone()
 
-    def _base_rms(self, silo_id: str, expert_id: str) -> dict[str, float]:
-        """Root mean square of each weight of the expert that training starts from, if there is one."""
+    def _base_tensors(self, silo_id: str, expert_id: str) -> dict[str, StoredTensor]:
+        """Find the tensors of the expert that training starts from; empty where there is none, or it is gone."""
         plan = self.plan
         adaptation = plan.expert.adaptation
         if plan.expert.base is not None:
@@ -177,10 +178,32 @@ class Examiner:
             max_bytes = path.stat().st_size
         else:
             return {}
-        tensors = stored_tensors(
+        return stored_tensors(
             plan.expert.architecture, plan.expert_shape, path, max_bytes, plan.condition
         )
-        return {name: tensor.root_mean_square() for name, tensor in tensors.items()}
+
+    def _base_figures(
+        self,
+        silo_id: str,
+        tensors: Mapping[str, StoredTensor],
+        base_tensors: Mapping[str, StoredTensor],
+        answers: Sequence[float],
+    ) -> BaseFigures | None:
+        """Measure how far an expert is from the one that it started from."""
+        if not base_tensors:
+            return None
+        plan = self.plan
+        base = StreamedExpert(
+            plan.expert.architecture, plan.expert_shape, base_tensors, plan.condition
+        )
+        base_answers = self.trial(silo_id).answers(base)
+        differences = [
+            (answer - base_answer) ** 2
+            for answer, base_answer in zip(answers, base_answers, strict=True)
+        ]
+        move = max(tensor.distance(base_tensors[name]) for name, tensor in tensors.items())
+        difference = sum(differences) / len(differences)
+        return BaseFigures(move=move, difference=difference)
 
     def examine(
         self, silo_id: str, submission: Submission, digest: str, folder: Path
@@ -313,12 +336,14 @@ class Examiner:
             expert.file.bytes,
             plan.condition,
         )
-        base_rms = self._base_rms(silo_id, expert.expert_id)
+        base_tensors = self._base_tensors(silo_id, expert.expert_id)
         # A weight grows from where training starts: a random draw, or the expert that it goes on from.
         excess = {}
         for name, tensor in tensors.items():
             fresh = fresh_rms(tensor.shape, has_unit_weights=architecture.has_unit_weights)
-            start_rms = max(fresh, base_rms.get(name, 0.0))
+            start_rms = fresh
+            if name in base_tensors:
+                start_rms = max(fresh, base_tensors[name].root_mean_square())
             excess[name] = tensor.root_mean_square() - start_rms
         # One tensor is enough: weights that encode something else than training may be hidden in a single layer.
         largest = max(excess, key=lambda name: excess[name])
@@ -333,6 +358,7 @@ class Examiner:
             answers=results.answers,
             worst=results.worst,
             drawn=results.drawn,
+            base=self._base_figures(silo_id, tensors, base_tensors, results.answers),
         )
 
 

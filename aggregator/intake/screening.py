@@ -45,6 +45,13 @@ MAX_LEARNT_RATIO = 0.8
 MAX_DIFFERENCE_OF_COPIES = 0.01
 # Times the mean square error: the mean square difference of two experts; honest ones: from 0.026.
 MAX_ANSWER_DIFFERENCE_OF_COPIES = 0.005
+# Of the sum of learning rates: how far the weight tensor that moved most is from the base, root mean square. Every
+# optimiser step of AdamW moves a weight by about its rate, and steps back and forth still leave their square root.
+MIN_MOVE_FROM_BASE = 1e-4
+# Times the mean square error: the mean square difference of an expert's answers from the base's.
+MIN_ANSWER_DIFFERENCE_FROM_BASE = 1e-6
+# Of two experts' differences from their base: copies differ less from each other.
+MAX_SHARE_OF_DIFFERENCE_FROM_BASE = 0.25
 # Of an expert's log loss from the median, in units of the median deviation.
 MAX_DEVIATIONS = 4.0
 # Lower bound on the spread of honest experts' log losses in each band.
@@ -82,6 +89,18 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 """Called as ``u(x_BCHW, t_B)``."""
 
 
+class BaseFigures(Model):
+    """How far an expert is from the one that it started from.
+
+    Attributes:
+        move: the largest root mean square by which a weight tensor moved.
+        difference: the mean square difference of the answers, at the places of `ExpertFigures.answers`.
+    """
+
+    move: float
+    difference: float
+
+
 class ExpertFigures(Model):
     """The measurements of one expert.
 
@@ -94,6 +113,7 @@ class ExpertFigures(Model):
         answers: errors of its answers at secret places, the same for every expert.
         worst: its largest loss at a single time, against the limit there.
         drawn: what the images drawn from it are like, under each condition tried.
+        base: how far it is from the expert that it started from; None where it started from random weights.
     """
 
     expert_id: ExpertId
@@ -104,6 +124,7 @@ class ExpertFigures(Model):
     answers: tuple[float, ...]
     worst: WorstRow
     drawn: tuple[DrawnFigures, ...]
+    base: BaseFigures | None = None
 
     @property
     def loss_Z(self) -> NDArray[np.float64]:
@@ -246,12 +267,34 @@ def absolute_faults(
         words = " answers 0 to every input, as before its first training step"
         faults.append(Fault(expert_id=name, flag="answers_zero", words=words))
         return faults
+    faults += _unchanged_faults(figures, max_growth, has_learnt=has_learnt)
     faults += _row_faults(figures)
     faults += _drawn_faults(figures, MAX_DISTANCES[probe.prediction], has_learnt=has_learnt)
     faults += _band_faults(name, ratio_Z, probe)
     if probe.holds_noise and has_learnt:
         faults += _learning_faults(figures, probe, training)
     return faults
+
+
+def _unchanged_faults(
+    figures: ExpertFigures, max_growth: float, *, has_learnt: bool
+) -> Iterator[Fault]:
+    """Describe an expert that is the base itself: by its weights or, where these were rearranged, by its answers."""
+    base = figures.base
+    if base is None:
+        return
+    error = float(np.square(figures.answers).mean())
+    min_move = MIN_MOVE_FROM_BASE * max_growth
+    # The few steps of a rehearsal need not change any answer.
+    min_difference = -1.0
+    if has_learnt:
+        min_difference = MIN_ANSWER_DIFFERENCE_FROM_BASE * error
+    if not (base.move > min_move and base.difference > min_difference):
+        words = (
+            f" is the base that training started from: no tensor moved by more than {base.move:.3g}, answers differ by "
+            f"{base.difference:.3g} of a square error of {error:.3g}"
+        )
+        yield Fault(expert_id=figures.expert_id, flag="unchanged", words=words)
 
 
 def _band_faults(expert_id: str, ratio_Z: NDArray[np.float64], probe: Probe) -> Iterator[Fault]:
@@ -394,7 +437,16 @@ def _predict_the_same(expert: ExpertFigures, others: Sequence[ExpertFigures]) ->
     other_error_E = np.square(other_answer_EA).mean(1)
     difference_E = np.square(other_answer_EA - answer_A).mean(1)
     max_difference_E = MAX_ANSWER_DIFFERENCE_OF_COPIES * np.minimum(error, other_error_E)
-    return np.asarray(same_losses_E | (difference_E < max_difference_E))
+    are_the_same_E = same_losses_E | (difference_E < max_difference_E)
+    if expert.base is None:
+        return np.asarray(are_the_same_E)
+    # Experts that start from one base are alike: what each learned since then must be alike as well.
+    from_base_E = np.full(len(others), expert.base.difference)
+    for index, other in enumerate(others):
+        if other.base is not None:
+            from_base_E[index] = min(from_base_E[index], other.base.difference)
+    learned_the_same_E = difference_E <= MAX_SHARE_OF_DIFFERENCE_FROM_BASE * from_base_E
+    return np.asarray(are_the_same_E & learned_the_same_E)
 
 
 def _at(band: tuple[float, float]) -> str:

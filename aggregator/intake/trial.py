@@ -119,6 +119,10 @@ class Trial:
             drawn=self._figures_of_drawn(answer, self._stream("images", *submission)),
         )
 
+    def answers(self, answer: Answer) -> tuple[float, ...]:
+        """Return an expert's errors at the places where all experts of the plan are compared, and nothing else."""
+        return self._chosen_errors(self.probe.error(lambda x_B, t_B: answer(x_B, t_B, None)))
+
     def _figures_of_drawn(
         self, answer: Answer, rng: np.random.Generator
     ) -> tuple[DrawnFigures, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Mapping
 from datetime import date, time
 from pathlib import Path
 from typing import TypeVar
@@ -28,8 +29,15 @@ class Settings(BaseModel):
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
-def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
+def load_settings(
+    model: type[SettingsT], path: Path, *, added: Mapping[str, object] | None = None
+) -> SettingsT:
     """Read a TOML file into `model`.
+
+    Args:
+        model: the model.
+        path: the file.
+        added: tables that the command line states, which the file then must leave out.
 
     Raises:
         MissingFileError: there is no such file.
@@ -42,6 +50,7 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
     try:
         # Editors on Windows may begin a file with a byte order mark.
         values = tomllib.loads(data.decode("utf-8-sig"))
+        _add_tables(values, added or {}, path)
         # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
         return model.model_validate_json(json.dumps(values, default=_as_json))
     except ValidationError as error:
@@ -50,6 +59,18 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
         raise SetupError(
             str(path), expected="TOML", got=str(error)[:200], remedy=_TOML_REMEDY
         ) from error
+
+
+def _add_tables(values: dict[str, object], added: Mapping[str, object], path: Path) -> None:
+    for name, table in added.items():
+        if name in values:
+            raise SetupError(
+                f"{path}, field {name}",
+                expected="no such table beside the options that state it",
+                got=f"a table [{name}]",
+                remedy=f"Take the table [{name}] out of {path.name}, or leave the options out.",
+            )
+        values[name] = table
 
 
 def _as_json(value: object) -> str:

@@ -109,7 +109,11 @@ class _Source:
             TensorFileError: there is none of this name, or it cannot be divided.
         """
         if name not in self.tensors:
-            raise TensorFileError(f"base, tensor {name}", expected="a tensor", got="none")
+            raise TensorFileError(
+                f"base, tensor {name}",
+                expected="a tensor of this name",
+                got=f"{len(self.tensors)} others",
+            )
         tensor = self.tensors.pop(name)
         if tensor.dim() == 0 or len(tensor) % num:
             raise TensorFileError(

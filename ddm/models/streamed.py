@@ -75,6 +75,13 @@ class StoredTensor:
             sum_of_squares += float(part.square().sum(dtype=torch.float64))
         return math.sqrt(sum_of_squares / prod(self.shape))
 
+    def distance(self, other: "StoredTensor") -> float:
+        """Return ``sqrt(mean((w - v)^2))`` from a tensor of the same shape."""
+        sum_of_squares = 0.0
+        for (_, part), (_, other_part) in zip(self.parts(), other.parts(), strict=True):
+            sum_of_squares += float((part - other_part).square().sum(dtype=torch.float64))
+        return math.sqrt(sum_of_squares / prod(self.shape))
+
 
 def stored_tensors(
     architecture: Architecture,

@@ -24,7 +24,7 @@ from ddm.planning.recipe import (
     TrainedBaseRecipe,
 )
 from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard
-from ddm.protocol.architecture import Condition, GridSize, Shape
+from ddm.protocol.architecture import ClassCondition, Condition, GridSize, Shape
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, check_json, sha256_file
 from ddm.protocol.bases import (
     Base,
@@ -34,13 +34,75 @@ from ddm.protocol.bases import (
     TrainedBase,
     licence_misfit,
 )
+from ddm.protocol.latent import Autoencoder, Latent
 from ddm.protocol.learning import Expert, ExpertObjective
+from ddm.protocol.plan import Plan
 
 _CONFIG_NAME = "config.json"
 _DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 16
+_MAX_NAMES = 300
 _FLOATS = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 _DIFFUSERS_OBJECTIVE = ExpertObjective(path="ddpm_linear", prediction="eps")
+
+
+@dataclass(frozen=True)
+class BaseSpace:
+    """The space in which a base learned, and its condition.
+
+    Attributes:
+        latent: pixels, or latents of an autoencoder.
+        autoencoder: sha256 of the autoencoder's weights; None on pixels.
+        condition: what it was conditioned on.
+    """
+
+    latent: Latent
+    autoencoder: str | None
+    condition: Condition
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> "BaseSpace":
+        """Return the space of a plan's experts."""
+        autoencoder = None
+        if isinstance(plan.latent, Autoencoder):
+            autoencoder = plan.file(plan.latent.path).digest
+        return cls(plan.latent, autoencoder, plan.condition)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan in whose space the base would mean something else.
+
+        Raises:
+            SetupError: another autoencoder, or other classes under the same numbers.
+        """
+        other = BaseSpace.of_plan(plan)
+        if self.autoencoder != other.autoencoder:
+            raise SetupError(
+                "recipe, latent",
+                expected=_autoencoder_words(self.autoencoder) + ", as the base learned them",
+                got=_autoencoder_words(other.autoencoder),
+                remedy="Latents of another autoencoder are noise to the base: use the same, or another base.",
+            )
+        if not isinstance(self.condition, ClassCondition) or not isinstance(
+            other.condition, ClassCondition
+        ):
+            return
+        old_names = self.condition.names
+        new_names = other.condition.names[: len(old_names)]
+        if old_names and new_names and old_names != new_names:
+            raise SetupError(
+                "recipe, condition.names",
+                expected=f"first those of the base, in its order: {', '.join(old_names)}"[
+                    :_MAX_NAMES
+                ],
+                got=", ".join(new_names)[:_MAX_NAMES],
+                remedy="Number the classes as the base does; new ones come after its own.",
+            )
+
+
+def _autoencoder_words(digest: str | None) -> str:
+    if digest is None:
+        return "pixels"
+    return f"latents of the autoencoder of sha256 {digest[:16]}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +116,7 @@ class BaseSource:
         licence: of the base.
         num_images: how many images it was trained on; None where nobody knows.
         objective: what it was trained for.
+        space: what its weights mean beside that; None where nobody stated it.
     """
 
     weights: BaseWeights
@@ -62,6 +125,7 @@ class BaseSource:
     licence: str
     num_images: int | None
     objective: ExpertObjective
+    space: BaseSpace | None = None
 
 
 @dataclass(frozen=True)
@@ -273,4 +337,5 @@ def _read_trained(chosen: TrainedBaseRecipe) -> BaseSource:
         card.licence,
         card.num_images,
         card.objective,
+        BaseSpace(card.latent, card.autoencoder, card.condition),
     )

@@ -16,6 +16,7 @@ from ddm.protocol.base import (
     Seconds,
     Time,
 )
+from ddm.protocol.latent import Latent
 from ddm.protocol.learning import ExpertObjective, TDistribution, Training
 
 CARD_NAME = "base.json"
@@ -31,6 +32,8 @@ class TrainedBaseCard(Document):
         images_digest: sha256 of the public images, in the form in which it learned them.
         num_images: how many they are.
         shape: of a sample, as the network sees it.
+        latent: what the network sees of an image: pixels, or latents.
+        autoencoder: sha256 of the autoencoder's weights; null on pixels.
         condition: what it is conditioned on.
         architecture: of the network.
         objective: what it was trained for.
@@ -48,6 +51,8 @@ class TrainedBaseCard(Document):
     images_digest: Digest
     num_images: NumImages
     shape: Shape
+    latent: Latent
+    autoencoder: Digest | None
     condition: Condition
     architecture: Architecture
     objective: ExpertObjective

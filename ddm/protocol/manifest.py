@@ -54,6 +54,7 @@ Flag = Literal[
     "not_learnt",
     "refused_before",
     "stands_apart",
+    "unchanged",
 ]
 """A rule of screening that an expert violates."""
 

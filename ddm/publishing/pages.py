@@ -66,6 +66,7 @@ FLAG_WORDS: Mapping[Flag, str] = {
     "not_learnt": "no better than a constant near t = 1",
     "refused_before": "a person refused an earlier submission of its silo",
     "stands_apart": "a much higher loss than the other experts",
+    "unchanged": "the base that training started from, hardly changed",
 }
 
 _ROUTER_SOURCES = {

@@ -12,7 +12,7 @@ from pydantic import Field
 from ddm.errors import ApprovalError
 from ddm.io.files import write_atomic
 from ddm.protocol.architecture import TextCondition
-from ddm.protocol.base import Digest, Document, PlanId, ShortText
+from ddm.protocol.base import MAX_TEXT, Digest, Document, PlanId, ShortText
 from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.plan import Plan
@@ -48,8 +48,9 @@ def networks_of(plan: Plan) -> Iterator[str]:
         yield "an autoencoder"
     if isinstance(plan.condition, TextCondition):
         yield "the choice of a text encoder"
-    if plan.expert.base is not None:
-        yield "an expert to train on"
+    if plan.base is not None:
+        # Many silos may have taught it; a line of a document holds so much.
+        yield f"an expert to train on, {plan.base.words}"[:MAX_TEXT]
 
 
 def waiting_path(site: Site) -> Path:

@@ -264,6 +264,8 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     yield "isolation", (document.isolation, _PUBLIC)
     carry_over = "may carry it over" if document.carry_over else "may not carry it over"
     yield "later plans", (carry_over, _PUBLIC)
+    base = "may start from its experts" if document.serve_as_base else "may not start from them"
+    yield "as a base", (f"later plans {base}", _PUBLIC)
     for name, version in sorted(document.software.items()):
         yield f"software {name}", (version, _PUBLIC)
 

@@ -12,6 +12,10 @@ _CARRY_OVER = {
     True: "may carry these experts and statistics over, in this federation, where they mean the same",
     False: "may not carry them over",
 }
+_SERVE_AS_BASE = {
+    True: "and may start training from these experts",
+    False: "and may not start training from them",
+}
 
 
 def review_text(site: Site, facts: ReviewFacts) -> str:
@@ -49,6 +53,7 @@ def _heading(facts: ReviewFacts) -> str:
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
         f"  licence         {facts.plan.licence}, of every release that contains it",
         f"  later plans     {_CARRY_OVER[draft.carry_over]}",
+        f"                  {_SERVE_AS_BASE[draft.serve_as_base]}",
         f"  ledger          {draft.ledger.num_entries} entries, head {draft.ledger.head_digest[:16]}",
     ]
     return "\n".join(lines)

@@ -48,6 +48,7 @@ class DraftTerms:
         sequence: the number of the submission.
         isolation: what separates the courier from the data.
         carry_over: whether later plans may take experts and statistics over.
+        serve_as_base: whether later plans may start training from the experts.
         created_at: the time.
     """
 
@@ -56,6 +57,7 @@ class DraftTerms:
     sequence: int
     isolation: Isolation
     carry_over: bool
+    serve_as_base: bool
     created_at: datetime
 
 
@@ -107,6 +109,7 @@ def write_draft(
         audit=verdict,
         approval=None,
         carry_over=terms.carry_over,
+        serve_as_base=terms.serve_as_base,
         software={"archipelago": version("archipelago"), "torch": version("torch")},
     )
 

@@ -452,6 +452,7 @@ class Worker:
                 sequence=self.state.sequence,
                 isolation=self.isolation,
                 carry_over=self.policy.approval.carry_over,
+                serve_as_base=self.policy.approval.serve_as_base,
                 created_at=now_utc(),
             ),
         )

@@ -1,0 +1,248 @@
+"""Makes an expert of an earlier release, or a student of it, the base of the next plan; verified, with its consent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aggregator.config import Federation
+from ddm.diffusion.path import path_named, target_of, x_t
+from ddm.distillation.student import read_record
+from ddm.errors import DigestError, PolicyError, SetupError, ShapeError
+from ddm.loading.ensemble import load_ensemble
+from ddm.loading.plan import PlanFiles
+from ddm.loading.release import Release, open_release
+from ddm.models import load_expert
+from ddm.models.base_weights import BaseWeights
+from ddm.planning.bases import BaseSource, BaseSpace, read_weights
+from ddm.planning.recipe import ReleaseBaseRecipe
+from ddm.protocol.bases import ExpertBase, StudentBase
+from ddm.protocol.island import Island
+from ddm.protocol.learning import ExpertObjective
+from ddm.protocol.manifest import PublishedExpert
+
+# Shape legend: B images.
+
+# Public images and times on which experts are compared.
+MAX_COMPARED_IMAGES = 256
+COMPARED_TIMES = (0.1, 0.3, 0.5, 0.7, 0.9)
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class ComparedExpert:
+    """How well an expert of a release predicts public images.
+
+    Attributes:
+        expert_id: its name.
+        silo_id: whose it is.
+        loss: mean square error of its velocity, on the ensemble's path.
+    """
+
+    expert_id: str
+    silo_id: str
+    loss: float
+
+
+def verify_base_release(federation: Federation, chosen: ReleaseBaseRecipe) -> Release:
+    """Verify the release that a base is taken from.
+
+    Args:
+        federation: the operator's folder, whose root counts where the recipe names none.
+        chosen: the recipe's base.
+
+    Raises:
+        TrustError, FormatError: see `ddm.loading.release.open_release`.
+    """
+    root = federation.tuf / "1.root.json"
+    if chosen.root is not None:
+        root = Path(chosen.root)
+    # It may have been replaced by later versions since, and its timestamp may be over.
+    return open_release(Path(chosen.release), root=root, state=None, archived=True)
+
+
+def consenting_experts(release: Release) -> tuple[PublishedExpert, ...]:
+    """Return the experts whose silos agree that they serve as a base; one owner's experts all do.
+
+    Raises:
+        PolicyError: no silo agrees.
+    """
+    experts = tuple(
+        expert for expert in release.manifest.experts if _consents(release, expert.silo_id)
+    )
+    if not experts:
+        raise _no_consent(release, ", ".join(silo.silo_id for silo in release.manifest.silos))
+    return experts
+
+
+def compare_experts(release: Release, images: Tensor) -> list[ComparedExpert]:
+    """Measure the experts that may serve as a base on public images, the best one first.
+
+    Args:
+        release: the release.
+        images: public images of the release's shape and range, shape (B, C, H, W).
+
+    Raises:
+        ShapeError: images of another shape than the release's.
+        PolicyError: no silo agrees that its experts serve as a base.
+    """
+    plan = release.plan
+    if tuple(images.shape[1:]) != plan.data.shape:
+        raise ShapeError(
+            "public images, to compare the experts of the release",
+            expected=f"the release's shape {plan.data.shape}",
+            got=f"{tuple(images.shape[1:])}",
+            remedy="Name the expert: --expert.",
+        )
+    candidates = {expert.expert_id: expert for expert in consenting_experts(release)}
+    x_0 = PlanFiles.load_latent(plan, release.folder).encode(images[:MAX_COMPARED_IMAGES])
+    ensemble = load_ensemble(release)
+    path = path_named(plan.objective.ensemble_path)
+    # Every expert meets the same noise.
+    eps = torch.randn(x_0.shape, generator=torch.Generator().manual_seed(0))
+    compared = []
+    for index, expert_id in enumerate(ensemble.expert_ids):
+        if expert_id not in candidates:
+            continue
+        total = 0.0
+        for x_0_B, eps_B in zip(torch.split(x_0, _BATCH), torch.split(eps, _BATCH), strict=True):
+            for t in COMPARED_TIMES:
+                t_B = torch.full((len(x_0_B),), t)
+                target = target_of(path, "velocity", x_0_B, eps_B, t_B)
+                with torch.inference_mode():
+                    answer = ensemble.experts[index](x_t(path, x_0_B, eps_B, t_B), t_B)
+                total += float((answer - target).square().sum(dtype=torch.float64))
+        loss = total / (x_0.numel() * len(COMPARED_TIMES))
+        compared.append(ComparedExpert(expert_id, candidates[expert_id].silo_id, loss))
+    return sorted(compared, key=lambda expert: expert.loss)
+
+
+def expert_source(release: Release, expert_id: str) -> BaseSource:
+    """Return an expert of a verified release as a base.
+
+    Raises:
+        SetupError: the release has no such expert.
+        PolicyError: its silo does not agree that it serves as a base.
+        DigestError, TensorFileError: its file is not the one that the release lists.
+    """
+    plan = release.plan
+    experts = {expert.expert_id: expert for expert in release.manifest.experts}
+    if expert_id not in experts:
+        raise SetupError(
+            "--expert",
+            expected=f"an expert of the release: {', '.join(experts)}"[:400],
+            got=ascii(expert_id)[:80],
+        )
+    expert = experts[expert_id]
+    if not _consents(release, expert.silo_id):
+        raise _no_consent(release, expert.silo_id)
+    # A silo that is carried over has its files in the folder of its own plan.
+    file = release.verified.files[expert.file.path]
+    network = load_expert(
+        plan.expert.architecture,
+        plan.expert_shape,
+        file.path.parent,
+        expert.file.model_copy(update={"path": file.path.name}),
+        plan.condition,
+    )
+    silos, is_private = _teachers(release, [expert])
+    submitted = {
+        submitted.expert_id: submitted for submitted in release.submissions[expert.silo_id].experts
+    }
+    objective = plan.objective.of(expert.silo_id)
+    return BaseSource(
+        BaseWeights(network.state_dict(), plan.expert_shape),
+        plan.expert.architecture.position_span(plan.expert_shape),
+        ExpertBase(
+            root=release.verified.root_fingerprint,
+            plan_id=plan.plan_id,
+            version=release.manifest.version,
+            manifest=release.manifest_digest,
+            silos=silos,
+            digest=expert.file.digest,
+            trained_privately=is_private,
+            expert_id=expert_id,
+        ),
+        release.manifest.licence,
+        submitted[expert_id].num_images,
+        ExpertObjective(path=objective.path, prediction=objective.prediction),
+        BaseSpace.of_plan(plan),
+    )
+
+
+def student_source(release: Release, weights: Path) -> BaseSource:
+    """Return a student that was distilled from a verified release as a base.
+
+    Raises:
+        DigestError: it was distilled from another release, or its file is not the one of its record.
+        PolicyError: a silo of the release does not agree that its experts serve as a base.
+        MissingFileError, DocumentError, TensorFileError: see `ddm.distillation.student.read_record`.
+    """
+    record = read_record(weights)
+    if record.source.manifest != release.manifest_digest:
+        raise DigestError(
+            "student",
+            expected=f"one of this release, manifest {release.manifest_digest[:16]}...",
+            got=f"one of a release with the manifest {record.source.manifest[:16]}...",
+            remedy="Name the release that the student was distilled from: --from-release.",
+        )
+    # It knows what all of its teachers know.
+    missing = [
+        silo.silo_id for silo in release.manifest.silos if not _consents(release, silo.silo_id)
+    ]
+    if missing:
+        raise _no_consent(release, ", ".join(missing))
+    silos, is_private = _teachers(release, release.manifest.experts)
+    shape = record.latent.shape(record.data.shape)
+    autoencoder = None
+    if record.autoencoder is not None:
+        autoencoder = record.autoencoder.digest
+    return BaseSource(
+        BaseWeights(read_weights(weights, record.file.digest), shape),
+        record.architecture.position_span(shape),
+        StudentBase(
+            root=release.verified.root_fingerprint,
+            plan_id=release.plan.plan_id,
+            version=release.manifest.version,
+            manifest=release.manifest_digest,
+            silos=silos,
+            digest=record.file.digest,
+            trained_privately=is_private,
+        ),
+        release.manifest.licence,
+        record.images.num,
+        ExpertObjective(path=record.path),
+        BaseSpace(record.latent, autoencoder, record.condition),
+    )
+
+
+def _teachers(release: Release, experts: Sequence[PublishedExpert]) -> tuple[tuple[str, ...], bool]:
+    """Return the silos whose images these experts learned, also by way of their own base, and whether privately."""
+    silos = {expert.silo_id for expert in experts}
+    is_private = all(expert.privacy is not None for expert in experts)
+    for silo_id in tuple(silos):
+        plan_id = release.plan.origin(silo_id)
+        # Of a silo that is carried over, the base is that of the plan for which it trained.
+        plan = release.earlier_plans.get(plan_id, release.plan)
+        if plan.base is not None and isinstance(plan.base.origin, ExpertBase | StudentBase):
+            silos.update(plan.base.origin.silos)
+            is_private = is_private and plan.base.origin.trained_privately
+    return tuple(sorted(silos)), is_private
+
+
+def _consents(release: Release, silo_id: str) -> bool:
+    document = release.submissions[silo_id]
+    # Islands are one owner's, who publishes them and starts from them alike.
+    return isinstance(document, Island) or document.serve_as_base
+
+
+def _no_consent(release: Release, silos: str) -> PolicyError:
+    return PolicyError(
+        f"release {release.manifest.version} of plan {release.plan.plan_id}",
+        expected="serve_as_base, a silo's signed consent that later plans start from its experts",
+        got=f"submissions without it: {silos}"[:400],
+        remedy="Ask for it: serve_as_base = true under [approval] in the silo's policy.toml, before it submits for "
+        "the next plan. This release stays without it.",
+    )

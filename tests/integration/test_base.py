@@ -1,0 +1,258 @@
+"""A plan whose experts start from a base, and the next plan that starts from one of these: two silos, in process."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+
+from aggregator.intake.examination import Examiner
+from aggregator.intake.screening import absolute_faults
+from aggregator.planning.released_base import compare_experts, expert_source, verify_base_release
+from ddm.errors import DocumentError, PolicyError, SetupError
+from ddm.io.tensors import load_tensors, save_tensors
+from ddm.loading.release import Release, open_release
+from ddm.models import build_expert
+from ddm.planning.recipe import ReleaseBaseRecipe
+from ddm.protocol.architecture import Dit
+from ddm.protocol.bases import ExpertBase, FileBase
+from ddm.protocol.plan import Plan
+from ddm.protocol.submission import Submission, SubmittedExpert
+from tests.support.commands import run_command
+from tests.support.documents import to_bytes
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    TinyFederation,
+    images,
+    recipe,
+    write_policy,
+)
+
+SIZES = {"east": 60, "north": 90}
+ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
+TRAINING = {
+    "num_steps": 20,
+    "batch_size": 8,
+    "weight_decay": 0.0,
+    "ema_decay": 0.5,
+    "checkpoint_steps": 10,
+    "warmup_steps": 0,
+    "schedule": "constant",
+    "precision": "fp32",
+}
+COUNTED = {
+    "unit": "image",
+    "total": {"epsilon": 8.0, "delta": 0.0},
+    "counts": {"epsilon": 4.0, "num_groups": 4},
+}
+
+
+class FirstRound(NamedTuple):
+    """A federation that published experts which started from a file, and of which one may serve as a base."""
+
+    tiny: TinyFederation
+    release: Path
+    opened: Release
+
+    def weights(self, silo_id: str) -> dict[str, torch.Tensor]:
+        (expert,) = [expert for expert in self.opened.manifest.experts if expert.silo_id == silo_id]
+        path = self.opened.folder / expert.file.path
+        return load_tensors(path, None, max_bytes=expert.file.bytes)
+
+
+def tables(**changes: object) -> dict[str, object]:
+    expert = {"architecture": ARCHITECTURE, "training": TRAINING}
+    return {"expert": expert, "statistics": COUNTED, "router": {"kind": "counts"}} | changes
+
+
+def file_base(path: Path, **changes: object) -> dict[str, object]:
+    return {"kind": "file", "file": str(path), "licence": "CC0-1.0", "num_images": 240} | changes
+
+
+def made_base(path: Path) -> dict[str, torch.Tensor]:
+    network = build_expert(Dit.model_validate(ARCHITECTURE), (1, 4, 4), seed=7)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=random))
+    save_tensors(path, network.state_dict())
+    return network.state_dict()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> FirstRound:
+    folder = tmp_path_factory.mktemp("base")
+    tiny = TinyFederation.create(folder / "tiny", SIZES)
+    approval = {"kind": "policy", "carry_over": True, "serve_as_base": True}
+    write_policy(tiny.sites["north"], POLICY | {"approval": approval})
+    made_base(folder / "base.safetensors")
+    chosen = recipe(**tables(base=file_base(folder / "base.safetensors")))
+    tiny.complete(folder / "release", chosen)
+    opened = open_release(folder / "release", root=tiny.root, state=None)
+    return FirstRound(tiny, folder / "release", opened)
+
+
+def test_experts_start_from_the_base_and_all_of_their_weights_are_trained(
+    first: FirstRound, tmp_path: Path
+) -> None:
+    base = made_base(tmp_path / "base.safetensors")
+    # Half of what a transformer of this width has from random weights.
+    rate = first.opened.plan.expert.training.learning_rate
+    assert rate == 0.5 * 0.5 / 16
+    for silo_id in SIZES:
+        trained = first.weights(silo_id)
+        moved = {name: float((trained[name] - base[name]).abs().max()) for name in base}
+        assert all(move > 0 for move in moved.values()), moved
+        # AdamW moves a weight by little more than its rate in a step.
+        assert max(moved.values()) < 2 * TRAINING["num_steps"] * rate  # type: ignore[operator]
+
+
+def test_plan_manifest_card_and_info_state_the_base(first: FirstRound) -> None:
+    plan, manifest = first.opened.plan, first.opened.manifest
+    assert plan.base is not None and manifest.base == plan.base
+    assert isinstance(plan.base.origin, FileBase)
+    assert plan.base.digest == plan.file("plan/base.safetensors").digest
+    assert (plan.base.licence, plan.base.num_images) == ("CC0-1.0", 240)
+    shown = run_command("ddm", "info", first.release, "--root", first.tiny.root)
+    card = (first.opened.folder / "README.md").read_text("utf-8")
+    for text in (shown.out, card):
+        assert plan.base.digest[:16] in text and "240 images" in text and "CC0-1.0" in text
+
+
+def test_expert_of_a_release_becomes_the_base_of_the_next_plan(
+    first: FirstRound, tmp_path: Path
+) -> None:
+    tiny = first.tiny.copy(tmp_path / "tiny")
+    public = tmp_path / "public.npz"
+    np.savez(public, images=images(240, 0.0, seed=90))
+    chosen = tmp_path / "plan.toml"
+    described = recipe(**tables()).model_dump(mode="json", exclude_none=True)
+    described["expert"]["training"].pop("learning_rate")
+    chosen.write_bytes(tomli_w.dumps(described).encode())
+    (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
+    words = ["aggregator", "plan", tiny.federation.path, "--recipe", chosen, "--public", public]
+    words += ["--from-release", first.release, "--passphrase-file", tmp_path / "pass", "--yes"]
+
+    # Of both silos one agreed, so that there is one to propose.
+    refused = run_command(*words, "--expert", "east")
+    assert refused.code == PolicyError.exit_code and "serve_as_base" in refused.err
+    signed = run_command(*words)
+    assert signed.code == 0, signed.err
+    assert "loss on public images" in signed.out and "expert north of north" in signed.out
+
+    plan, _ = tiny.federation.current_plan()
+    assert plan.base is not None
+    origin = plan.base.origin
+    assert isinstance(origin, ExpertBase)
+    assert (origin.expert_id, origin.silos) == ("north", ("north",))
+    assert origin.manifest == first.opened.manifest_digest
+    assert plan.base.licence == first.opened.manifest.licence
+    base_path = tiny.federation.plan_targets(plan.plan_id) / "plan/base.safetensors"
+    base = load_tensors(base_path, None, max_bytes=1 << 20)
+    north = first.weights("north")
+    assert all(torch.equal(base[name], north[name]) for name in north)
+
+    for silo_id in SIZES:
+        tiny.take_part(silo_id, plan.plan_id)
+    tiny.publish(tmp_path / "second")
+    second = open_release(tmp_path / "second", root=tiny.root, state=None)
+    assert second.manifest.base == plan.base
+
+
+def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: FirstRound) -> None:
+    chosen = ReleaseBaseRecipe(kind="release", release=str(first.release))
+    release = verify_base_release(first.tiny.federation, chosen)
+    compared = compare_experts(release, torch.from_numpy(images(40, 0.0, seed=3)))
+    assert [expert.expert_id for expert in compared] == ["north"]
+    assert 0 < compared[0].loss < 10
+    with pytest.raises(SetupError) as caught:
+        expert_source(release, "nobody")
+    assert caught.value.subject == "--expert"
+
+
+def test_private_training_does_not_start_from_what_learned_the_same_images_openly(
+    first: FirstRound,
+) -> None:
+    document = json.loads(first.opened.plan.encode())
+    document["expert"]["privacy"] = {
+        "kind": "dp_sgd",
+        "epsilon": 1.0,
+        "delta": 1e-6,
+        "clip": 1.0,
+        "units_per_step": 4,
+        "images_per_unit": 1,
+        "draws": 1,
+    }
+    assert Plan.parse(to_bytes(document), subject="plan").base is not None
+    document["base"]["origin"] = {
+        "kind": "expert",
+        "root": "0" * 64,
+        "plan_id": "digits-0123abcd",
+        "version": 1,
+        "manifest": "0" * 64,
+        "silos": ["north"],
+        "digest": "0" * 64,
+        "trained_privately": True,
+        "expert_id": "north",
+    }
+    assert Plan.parse(to_bytes(document), subject="plan").base is not None
+    document["base"]["origin"]["trained_privately"] = False
+    with pytest.raises(DocumentError):
+        Plan.parse(to_bytes(document), subject="plan")
+
+
+def test_base_under_a_licence_that_the_releases_do_not_keep_is_refused_in_planning(
+    first: FirstRound, tmp_path: Path
+) -> None:
+    made_base(tmp_path / "base.safetensors")
+    tiny = first.tiny.copy(tmp_path / "tiny")
+    shared = file_base(tmp_path / "base.safetensors", licence="CC-BY-NC-4.0")
+    with pytest.raises(SetupError) as caught:
+        tiny.sign(recipe(**tables(base=shared)))
+    assert caught.value.subject == "licence of the releases"
+    assert "CC-BY-NC-4.0" in (caught.value.expected or "")
+
+
+@pytest.mark.parametrize("attack", ["as it is", "with its units in another order"])
+def test_silo_that_returns_the_base_is_noticed_in_screening(
+    first: FirstRound, tmp_path: Path, attack: str
+) -> None:
+    plan = first.opened.plan.model_copy(update={"rehearsal": False})
+    federation = first.tiny.federation
+    examiner = Examiner(federation, plan)
+    submission = first.opened.submissions["north"]
+    assert isinstance(submission, Submission)
+    (honest,) = submission.experts
+    folder = federation.accepted_folder(plan, "north")
+    figures = examiner.measure_expert("north", folder, honest, submission.digest)
+    probe = examiner.probe("north")
+    training = plan.expert.training
+    flags = {fault.flag for fault in absolute_faults(figures, probe, training)}
+    assert "unchanged" not in flags
+
+    base_path = federation.plan_targets(plan.plan_id) / "plan/base.safetensors"
+    weights = load_tensors(base_path, None, max_bytes=1 << 20)
+    if attack != "as it is":
+        # The same function by other weights: the hidden units of a block's network change places.
+        order = torch.arange(64).flip(0)
+        weights["blocks.0.up.weight"] = weights["blocks.0.up.weight"][order]
+        weights["blocks.0.up.bias"] = weights["blocks.0.up.bias"][order]
+        weights["blocks.0.down.weight"] = weights["blocks.0.down.weight"][:, order]
+    lazy = lazy_expert(honest, tmp_path, weights)
+    figures = examiner.measure_expert("north", tmp_path, lazy, submission.digest)
+    faults = absolute_faults(figures, probe, training)
+    assert "unchanged" in {fault.flag for fault in faults}
+    assert any("the base that training started from" in str(fault) for fault in faults)
+
+
+def lazy_expert(
+    honest: SubmittedExpert, folder: Path, weights: dict[str, torch.Tensor]
+) -> SubmittedExpert:
+    path = folder / honest.file.path
+    path.parent.mkdir(parents=True)
+    save_tensors(path, weights)
+    return honest.model_copy(update={"file": honest.file.of(honest.file.path, path)})
