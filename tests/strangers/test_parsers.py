@@ -25,6 +25,7 @@ OWN = {
     "RouterReport",
     "SiloKeyRecord",
     "Student",
+    "TrainedBaseCard",
 }
 OWN |= {"Split", "TrainedIsland", "ChainRecord", "ChainHead"}
 OWN |= {"FederationDocument"}  # the base of several
