@@ -56,6 +56,10 @@ def names() -> tuple[str, ...]:
     return tuple(attacks)
 
 
+_Condition = tuple[Tensor, ...]
+"""What the network takes beside images and times: the condition of each image, or nothing."""
+
+
 @dataclass(frozen=True)
 class AttackedExpert:
     """An expert, and how it is evaluated.
@@ -74,17 +78,21 @@ class AttackedExpert:
 
     def time(self, share: float) -> Tensor:
         """Return the time at which the path has this share of noise."""
-        return self.path.time_of(torch.tensor(1 - share), torch.tensor(share)).float()
+        # On the linear path, which defines shares, alpha is 1 - t and sigma is t.
+        alpha = torch.tensor(1 - share)
+        sigma = torch.tensor(share)
+        return self.path.time_of(alpha, sigma).float()
 
     def times(self, share: float, num: int) -> Tensor:
         """Return this time for each of `num` images, shape (B,)."""
-        return self.time(share).repeat(num).to(self.device)
+        t_B = self.time(share).repeat(num)
+        return t_B.to(self.device)
 
     def eps(
         self,
         x_B: Tensor,
         t_B: Tensor,
-        condition: tuple[Tensor, ...],
+        condition: _Condition,
     ) -> Tensor:
         """Return the noise that the expert predicts for x_B."""
         _, eps_B = self.data_and_eps(x_B, t_B, condition)
@@ -94,11 +102,13 @@ class AttackedExpert:
         self,
         x_B: Tensor,
         t_B: Tensor,
-        condition: tuple[Tensor, ...],
+        condition: _Condition,
     ) -> tuple[Tensor, Tensor]:
         """Return the image and the noise that the expert predicts for x_B."""
         output_B = self.network(x_B, t_B, *condition)
-        return x_0_and_eps_of(self.path, self.prediction, x_B, output_B.to(x_B), t_B)
+        # A network in half precision answers in it; the split into data and noise needs the precision of the images.
+        output_B = output_B.to(x_B)
+        return x_0_and_eps_of(self.path, self.prediction, x_B, output_B, t_B)
 
 
 def scores(
@@ -119,7 +129,7 @@ def scores(
         Shape (B, A), float64, on the CPU, by `names`; a score that is not finite is the lowest finite number.
     """
     x_B = x_B.to(expert.device, torch.float32)
-    condition: tuple[Tensor, ...] = ()
+    condition: _Condition = ()
     if condition_B is not None:
         condition = (condition_B.to(expert.device),)
     # Drawn on the CPU, whose numbers are the same on every machine.
@@ -127,36 +137,46 @@ def scores(
     for _ in range(max(LOSS_DRAWS, GRADIENT_DRAWS)):
         eps_B = torch.randn(x_B.shape, generator=noise)
         eps.append(eps_B.to(expert.device))
+
+    # In the order of `names`.
+    errors: list[Tensor] = []
     with torch.inference_mode():
-        errors = [
-            *_loss(expert, x_B, condition, eps[:LOSS_DRAWS]),
-            *_sima(expert, x_B, condition),
-            *_pia(expert, x_B, condition),
-            *_secmi(expert, x_B, condition),
-        ]
+        errors.extend(_loss(expert, x_B, condition, eps[:LOSS_DRAWS]))
+        errors.extend(_sima(expert, x_B, condition))
+        errors.extend(_pia(expert, x_B, condition))
+        errors.extend(_secmi(expert, x_B, condition))
     errors.append(_gradient(expert, x_B, condition, eps[:GRADIENT_DRAWS]))
-    # Every attack yields an error, which is small where the expert knows an image.
-    error_BA = torch.stack([error_B.detach().double().cpu() for error_B in errors], 1)
-    return (-error_BA).nan_to_num(nan=_LOWEST_SCORE, posinf=_HIGHEST_SCORE, neginf=_LOWEST_SCORE)
+    errors_on_cpu = [error_B.detach().double().cpu() for error_B in errors]
+
+    # Every attack yields an error, which is small where the expert knows an image; a score is high there.
+    score_BA = -torch.stack(errors_on_cpu, 1)
+    return score_BA.nan_to_num(
+        nan=_LOWEST_SCORE,
+        posinf=_HIGHEST_SCORE,
+        neginf=_LOWEST_SCORE,
+    )
 
 
 def _loss(
     expert: AttackedExpert,
     x_B: Tensor,
-    condition: tuple[Tensor, ...],
+    condition: _Condition,
     eps: list[Tensor],
 ) -> Iterator[Tensor]:
     """Yield the expert's error at each share, averaged over draws."""
     for share in LOSS_SHARES:
         t_B = expert.times(share, len(x_B))
-        errors = [_prediction_error(expert, x_B, condition, eps_B, t_B) for eps_B in eps]
+        errors = []
+        for eps_B in eps:
+            error_B = _prediction_error(expert, x_B, condition, eps_B, t_B)
+            errors.append(error_B)
         yield torch.stack(errors).mean(0)
 
 
 def _prediction_error(
     expert: AttackedExpert,
     x_B: Tensor,
-    condition: tuple[Tensor, ...],
+    condition: _Condition,
     eps_B: Tensor,
     t_B: Tensor,
 ) -> Tensor:
@@ -167,29 +187,38 @@ def _prediction_error(
 
 
 def _mean_square(x_B: Tensor) -> Tensor:
-    return x_B.flatten(1).square().mean(1)
+    """Return the mean of the squared values of each image, shape (B,)."""
+    values_BV = x_B.flatten(1)
+    return values_BV.square().mean(1)
+
+
+def _without_noise(expert: AttackedExpert, x_B: Tensor, t_B: Tensor) -> Tensor:
+    """Return ``alpha_t x_0``: what the expert would see at t of an image to which no noise was added."""
+    no_noise_B = torch.zeros_like(x_B)
+    return x_t(expert.path, x_B, no_noise_B, t_B)
 
 
 def _sima(
     expert: AttackedExpert,
     x_B: Tensor,
-    condition: tuple[Tensor, ...],
+    condition: _Condition,
 ) -> Iterator[Tensor]:
     """Yield the size of the noise that the expert predicts for the image itself, to which none was added."""
     for share in SIMA_SHARES:
         t_B = expert.times(share, len(x_B))
-        x_t_B = x_t(expert.path, x_B, torch.zeros_like(x_B), t_B)
-        yield _mean_square(expert.eps(x_t_B, t_B, condition))
+        x_t_B = _without_noise(expert, x_B, t_B)
+        eps_B = expert.eps(x_t_B, t_B, condition)
+        yield _mean_square(eps_B)
 
 
 def _pia(
     expert: AttackedExpert,
     x_B: Tensor,
-    condition: tuple[Tensor, ...],
+    condition: _Condition,
 ) -> Iterator[Tensor]:
     """Yield how far the noise predicted for the image differs from that predicted once this noise is added."""
     start_B = expert.times(PIA_START, len(x_B))
-    x_start_B = x_t(expert.path, x_B, torch.zeros_like(x_B), start_B)
+    x_start_B = _without_noise(expert, x_B, start_B)
     first_eps_B = expert.eps(x_start_B, start_B, condition)
     for share in PIA_SHARES:
         t_B = expert.times(share, len(x_B))
@@ -197,17 +226,18 @@ def _pia(
         second_eps_B = expert.eps(x_t_B, t_B, condition)
         difference_B = (second_eps_B - first_eps_B).flatten(1)
         # The 4-norm of the paper, as a mean, so that it does not depend on the size of images.
-        yield difference_B.abs().pow(4).mean(1).pow(0.25)
+        fourth_power_B = difference_B.abs().pow(4).mean(1)
+        yield fourth_power_B.pow(0.25)
 
 
 def _secmi(
     expert: AttackedExpert,
     x_B: Tensor,
-    condition: tuple[Tensor, ...],
+    condition: _Condition,
 ) -> Iterator[Tensor]:
     """Yield how far a deterministic step towards noise and back misses its start, along such steps from the image."""
     t_B = expert.times(SECMI_SHARES[0], len(x_B))
-    x_t_B = x_t(expert.path, x_B, torch.zeros_like(x_B), t_B)
+    x_t_B = _without_noise(expert, x_B, t_B)
     for share in SECMI_SHARES[1:]:
         later_B = expert.times(share, len(x_B))
         x_later_B = _deterministic_step(expert, x_t_B, t_B, later_B, condition)
@@ -222,7 +252,7 @@ def _deterministic_step(
     x_from_B: Tensor,
     from_B: Tensor,
     to_B: Tensor,
-    condition: tuple[Tensor, ...],
+    condition: _Condition,
 ) -> Tensor:
     """Move samples to another time with the image and the noise that the expert predicts for them."""
     x_0_B, eps_B = expert.data_and_eps(x_from_B, from_B, condition)
@@ -232,7 +262,7 @@ def _deterministic_step(
 def _gradient(
     expert: AttackedExpert,
     x_B: Tensor,
-    condition: tuple[Tensor, ...],
+    condition: _Condition,
     eps: list[Tensor],
 ) -> Tensor:
     """Return the norm of the gradient of the error of each image, image by image, which bounds the memory."""
@@ -248,14 +278,24 @@ def _gradient(
             # The same image once for each draw of noise.
             eps_D = torch.cat([eps_B[row] for eps_B in eps])
             x_D = x_B[row].expand_as(eps_D)
-            condition_D = tuple(
-                value_B[row].expand(len(eps_D), *value_B.shape[1:]) for value_B in condition
-            )
-            error = _prediction_error(expert, x_D, condition_D, eps_D, t_D).mean()
-            gradients = torch.autograd.grad(error, weights, allow_unused=True)
-            norms = torch._foreach_norm([part for part in gradients if part is not None])
-            norm_B[number] = torch.stack(norms).double().norm().cpu()
+            condition_D: _Condition = ()
+            for value_B in condition:
+                value_D = value_B[row].expand(len(eps_D), *value_B.shape[1:])
+                condition_D += (value_D,)
+            error_D = _prediction_error(expert, x_D, condition_D, eps_D, t_D)
+            norm_B[number] = _gradient_norm(error_D.mean(), weights)
     finally:
         for weight, needed_gradient in zip(weights, needed_gradients, strict=True):
             weight.requires_grad_(needed_gradient)
     return norm_B
+
+
+def _gradient_norm(error: Tensor, weights: list[nn.Parameter]) -> Tensor:
+    """Return the norm of the gradient over all weights together, float64, on the CPU."""
+    gradients = torch.autograd.grad(error, weights, allow_unused=True)
+    # A weight that this prediction does not use, such as that of another class, has no gradient.
+    used_gradients = [gradient for gradient in gradients if gradient is not None]
+    # One call for all weights: a call for each would take longer than the gradients.
+    norms = torch.stack(torch._foreach_norm(used_gradients))
+    norm: Tensor = norms.double().norm()
+    return norm.cpu()

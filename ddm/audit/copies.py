@@ -39,7 +39,12 @@ class CopyScale:
     max_relative_distance: float
 
     @classmethod
-    def of(cls, holdout_HK: Tensor, *, has_floor: bool = True) -> "CopyScale":
+    def of(
+        cls,
+        holdout_HK: Tensor,
+        *,
+        has_floor: bool = True,
+    ) -> "CopyScale":
         """Take the scale from the images held out.
 
         Args:
@@ -47,12 +52,18 @@ class CopyScale:
             has_floor: not among features of few dimensions, where small distances are common.
         """
         distance_H, relative_H = _distances(holdout_HK)
+        # Without interpolation: a limit is a distance that an image held out really has.
         max_distance = torch.quantile(distance_H, _DISTANCE_QUANTILE, interpolation="lower")
         max_relative = torch.quantile(relative_H, _RELATIVE_QUANTILE, interpolation="lower")
         floor = 0.0
         if has_floor:
-            floor = _FLOOR_SHARE * float(distance_H.median())
-        return cls(floor, float(max_distance), float(max_relative))
+            usual_distance = float(distance_H.median())
+            floor = _FLOOR_SHARE * usual_distance
+        return cls(
+            floor=floor,
+            max_distance=float(max_distance),
+            max_relative_distance=float(max_relative),
+        )
 
     def near_copies(self, sample_NK: Tensor) -> Tensor:
         """Return which samples are near copies, boolean (N,).
@@ -70,12 +81,14 @@ class CopyScale:
 def duplicates(holdout_HK: Tensor) -> Tensor:
     """Return which images held out are nearly training images themselves, by the floor; boolean (H,)."""
     distance_H, _ = _distances(holdout_HK)
-    return distance_H <= CopyScale.of(holdout_HK).floor
+    scale = CopyScale.of(holdout_HK)
+    return distance_H <= scale.floor
 
 
 def share_of_copies(scale: CopyScale, sample_NK: Tensor) -> Estimate:
     """Return the share of samples that are near copies, with its interval."""
-    return proportion(scale.near_copies(sample_NK))
+    is_copy_N = scale.near_copies(sample_NK)
+    return proportion(is_copy_N)
 
 
 def _distances(squared_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,5 +99,7 @@ def _distances(squared_NK: Tensor) -> tuple[Tensor, Tensor]:
     # Of fewer training images than neighbours, the rest is at infinity.
     exists_NK = next_NK.isfinite()
     total_N = torch.where(exists_NK, next_NK, 0.0).sum(1)
-    mean_N = total_N / exists_NK.sum(1).clamp(min=1)
-    return nearest_N, nearest_N / mean_N.clamp(min=_TINY)
+    num_existing_N = exists_NK.sum(1).clamp(min=1)
+    mean_N = total_N / num_existing_N
+    relative_N = nearest_N / mean_N.clamp(min=_TINY)
+    return nearest_N, relative_N

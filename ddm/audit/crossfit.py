@@ -4,8 +4,9 @@ The best of many attacks looks good by chance alone. A choice that never saw the
 if the expert learned neither side, the area under its ROC curve is 1/2 up to the interval of a single attack.
 """
 
-# Shape legend: M units trained on, N units held out, A attacks.
+# Shape legend: M units trained on, N units held out, U units of either side, A attacks.
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,17 +45,15 @@ def cross_fitted_scores(
     for fold in range(NUM_FOLDS):
         is_measured_M = fold_M == fold
         is_measured_N = fold_N == fold
-        # Scale and weights come from the units of the other folds alone.
-        scale = _Scale(other_NA[~is_measured_N])
-        fitted_member_MA = scale.standardise(member_MA[~is_measured_M])
-        fitted_other_NA = scale.standardise(other_NA[~is_measured_N])
-        weight_A = fit_direction(fitted_member_MA, fitted_other_NA)
-        # Folds are measured together, so that their scores need one scale.
-        direction_scale = _Scale((fitted_other_NA @ weight_A)[:, None])
-        measured_M = scale.standardise(member_MA[is_measured_M]) @ weight_A
-        measured_N = scale.standardise(other_NA[is_measured_N]) @ weight_A
-        member_M[is_measured_M] = direction_scale.standardise(measured_M[:, None])[:, 0]
-        other_N[is_measured_N] = direction_scale.standardise(measured_N[:, None])[:, 0]
+        # Scale and weights come from the units of the other folds alone: whoever saw the measured units would
+        # choose the attack that looks best on them by chance.
+        rule = _AttackRule.fitted(
+            member_MA[~is_measured_M],
+            other_NA[~is_measured_N],
+            fit_direction,
+        )
+        member_M[is_measured_M] = rule.scores(member_MA[is_measured_M])
+        other_N[is_measured_N] = rule.scores(other_NA[is_measured_N])
     return member_M, other_N
 
 
@@ -62,10 +61,13 @@ def strongest_attack(member_MA: Tensor, other_NA: Tensor) -> Tensor:
     """Give all the weight to the attack with the largest area under its ROC curve."""
     areas = []
     for column in range(member_MA.shape[1]):
-        area = auc(member_MA[:, column].contiguous(), other_NA[:, column].contiguous())
+        member_M = member_MA[:, column].contiguous()
+        other_N = other_NA[:, column].contiguous()
+        area = auc(member_M, other_N)
         areas.append(area.value)
+    strongest = areas.index(max(areas))
     weight_A = torch.zeros(len(areas), dtype=torch.float64)
-    weight_A[areas.index(max(areas))] = 1.0
+    weight_A[strongest] = 1.0
     return weight_A
 
 
@@ -77,11 +79,14 @@ def best_combination(member_MA: Tensor, other_NA: Tensor) -> Tensor:
     Source:
         Friedman 1989, Regularized discriminant analysis.
     """
-    covariance_AA = (torch.cov(member_MA.T) + torch.cov(other_NA.T)) / 2
+    member_covariance_AA = torch.cov(member_MA.T)
+    other_covariance_AA = torch.cov(other_NA.T)
+    covariance_AA = (member_covariance_AA + other_covariance_AA) / 2
     variance_A = covariance_AA.diagonal()
     # An attack that says the same of all units gets a variance, and with it a weight of 0.
     variance_A = torch.where(variance_A > 0, variance_A, 1.0)
-    shrunk_AA = (1 - _SHRINKAGE) * covariance_AA + _SHRINKAGE * torch.diag(variance_A)
+    diagonal_AA = torch.diag(variance_A)
+    shrunk_AA = (1 - _SHRINKAGE) * covariance_AA + _SHRINKAGE * diagonal_AA
     difference_A = member_MA.mean(0) - other_NA.mean(0)
     weight_A: Tensor = torch.linalg.solve(shrunk_AA, difference_A)
     return weight_A
@@ -92,10 +97,48 @@ class _Scale:
 
     def __init__(self, other_NA: Tensor) -> None:
         low_A, high_A = torch.quantile(other_NA, _QUANTILES, dim=0)
+        half_width_A = (high_A - low_A) / 2
         self._centre_A = other_NA.median(0).values
-        self._spread_A = torch.where(high_A > low_A, (high_A - low_A) / 2, 1.0)
+        # An attack that says the same of nearly all units has no spread to divide by.
+        self._spread_A = torch.where(high_A > low_A, half_width_A, 1.0)
 
     def standardise(self, score_UA: Tensor) -> Tensor:
         """Return the scores in deviations from the centre, cut at `_MAX_DEVIATIONS`."""
         deviation_UA = (score_UA - self._centre_A) / self._spread_A
         return deviation_UA.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS)
+
+
+@dataclass(frozen=True)
+class _AttackRule:
+    """How units are scored, as it was fitted on some of them.
+
+    Attributes:
+        scale: of each attack.
+        weight_A: of each attack in the sum.
+        sum_scale: of the sum.
+    """
+
+    scale: _Scale
+    weight_A: Tensor
+    sum_scale: _Scale
+
+    @classmethod
+    def fitted(
+        cls,
+        member_MA: Tensor,
+        other_NA: Tensor,
+        fit_direction: FitDirection,
+    ) -> "_AttackRule":
+        """Fit scale and weights."""
+        scale = _Scale(other_NA)
+        standard_member_MA = scale.standardise(member_MA)
+        standard_other_NA = scale.standardise(other_NA)
+        weight_A = fit_direction(standard_member_MA, standard_other_NA)
+        sum_N = standard_other_NA @ weight_A
+        return cls(scale, weight_A, sum_scale=_Scale(sum_N[:, None]))
+
+    def scores(self, score_UA: Tensor) -> Tensor:
+        """Return one score of each unit, shape (U,), in deviations, so that those of several rules compare."""
+        sum_U = self.scale.standardise(score_UA) @ self.weight_A
+        standard_U1 = self.sum_scale.standardise(sum_U[:, None])
+        return standard_U1[:, 0]

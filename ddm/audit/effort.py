@@ -63,9 +63,10 @@ class Effort:
             training: the plan's recipe.
             num_images: attacked.
         """
-        trainings = TRAINING_CALLS * training.batch_size * self.num_steps
-        attacks = NUM_ATTACKED_EXPERTS * CALLS * num_images
-        return trainings + attacks + SAMPLE_STEPS * self.num_samples
+        for_trainings = TRAINING_CALLS * training.batch_size * self.num_steps
+        for_attacks = NUM_ATTACKED_EXPERTS * CALLS * num_images
+        for_samples = SAMPLE_STEPS * self.num_samples
+        return for_trainings + for_attacks + for_samples
 
 
 def effort_of(

@@ -38,11 +38,14 @@ def auc(
     value = float(component_M.mean())
     variance = _variance_of_mean(component_M) + _variance_of_mean(component_N)
     if variance == 0.0:
-        num = min(len(member_M), len(other_N))
-        low, high = wilson(round(value * num), num)
+        num_of_smaller_side = min(len(member_M), len(other_N))
+        num_separated = round(value * num_of_smaller_side)
+        low, high = wilson(num_separated, num_of_smaller_side)
         return Estimate(value, low, high)
     half_width = z * sqrt(variance)
-    return Estimate(value, max(value - half_width, 0.0), min(value + half_width, 1.0))
+    low = max(value - half_width, 0.0)
+    high = min(value + half_width, 1.0)
+    return Estimate(value, low, high)
 
 
 def true_positives(
@@ -61,18 +64,22 @@ def true_positives(
     """
     num_members = len(member_M)
     max_false_positives = int(rate * len(other_N))
-    threshold = torch.sort(other_N, descending=True).values[max_false_positives]
-    count = int((member_M > threshold).sum())
-    low, high = wilson(count, num_members)
-    return Estimate(count / num_members, low, high)
+    highest_first_N = torch.sort(other_N, descending=True).values
+    threshold = highest_first_N[max_false_positives]
+    num_recognised = int((member_M > threshold).sum())
+    low, high = wilson(num_recognised, num_members)
+    return Estimate(num_recognised / num_members, low, high)
 
 
 def _share_below(score_M: Tensor, other_N: Tensor) -> Tensor:
     """Return for each score the share of the others below it, ties counting half, float64."""
     sorted_N = torch.sort(other_N.double()).values
-    num_below_M = torch.searchsorted(sorted_N, score_M.double(), right=False)
-    num_up_to_M = torch.searchsorted(sorted_N, score_M.double(), right=True)
-    return (num_below_M + num_up_to_M).double() / (2 * len(other_N))
+    double_M = score_M.double()
+    num_below_M = torch.searchsorted(sorted_N, double_M, right=False)
+    num_up_to_M = torch.searchsorted(sorted_N, double_M, right=True)
+    # The mean of both counts: a tie is in the second alone, and so counts half.
+    twice_num_M = num_below_M + num_up_to_M
+    return twice_num_M.double() / (2 * len(other_N))
 
 
 def _variance_of_mean(component_M: Tensor) -> float:

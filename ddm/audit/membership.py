@@ -101,7 +101,9 @@ class UnitScores:
     def has_units_of_several_images(self) -> bool:
         """Whether any unit has more than one image."""
         num_images = len(self.member_I) + len(self.other_I)
-        return num_images > int(self.member_I.max()) + int(self.other_I.max()) + 2
+        num_members = int(self.member_I.max()) + 1
+        num_others = int(self.other_I.max()) + 1
+        return num_images > num_members + num_others
 
     def log_ratio(self, other: "UnitScores") -> "UnitScores":
         """Return how much smaller this expert's errors are than another's on the same images, as logarithms.
@@ -147,7 +149,8 @@ def measure_membership(
         for column, name in enumerate(names()):
             member_M, other_N = compared_scores.of_units(column)
             attacks.append(_attack(f"{name}{label}", member_M, other_N))
-            suspicions.append((member_M - other_N.mean()) / _spread(other_N))
+            suspicion_M = (member_M - other_N.mean()) / _spread(other_N)
+            suspicions.append(suspicion_M)
             member_columns.append(member_M)
             other_columns.append(other_N)
     member_MA = torch.stack(member_columns, 1)
@@ -162,23 +165,21 @@ def measure_membership(
         mean_member_MA, mean_other_NA = shadow_ratio.unit_means()
         combined_member_MA = torch.cat([combined_member_MA, mean_member_MA], 1)
         combined_other_NA = torch.cat([combined_other_NA, mean_other_NA], 1)
-    deciding = (
-        _cross_fitted_attack(
-            f"strongest of {len(attacks)} attacks",
-            member_MA,
-            other_NA,
-            strongest_attack,
-        ),
-        _cross_fitted_attack(
-            f"combination of {num_combined} attacks",
-            combined_member_MA,
-            combined_other_NA,
-            best_combination,
-        ),
-        _sum_of_losses(member_MA, other_NA, [attack.name for attack in attacks]),
+    strongest = _cross_fitted_attack(
+        f"strongest of {len(attacks)} attacks",
+        member_MA,
+        other_NA,
+        strongest_attack,
     )
+    combination = _cross_fitted_attack(
+        f"combination of {num_combined} attacks",
+        combined_member_MA,
+        combined_other_NA,
+        best_combination,
+    )
+    sum_of_losses = _sum_of_losses(member_MA, other_NA, [attack.name for attack in attacks])
     return Membership(
-        deciding=deciding,
+        deciding=(strongest, combination, sum_of_losses),
         attacks=tuple(attacks),
         num_members=len(member_MA),
         num_others=len(other_NA),
@@ -212,10 +213,12 @@ def _sum_of_losses(
 
 def _mean_scores(scores: Sequence[UnitScores]) -> UnitScores:
     """Return the mean of the scores of the same images."""
+    member_scores = torch.stack([score.member_IA for score in scores])
+    other_scores = torch.stack([score.other_IA for score in scores])
     return replace(
         scores[0],
-        member_IA=torch.stack([score.member_IA for score in scores]).mean(0),
-        other_IA=torch.stack([score.other_IA for score in scores]).mean(0),
+        member_IA=member_scores.mean(0),
+        other_IA=other_scores.mean(0),
     )
 
 
@@ -239,7 +242,8 @@ def _cross_fitted_attack(
 
 def _log_errors(score_IA: Tensor) -> Tensor:
     """Return the logarithms of the errors: a score is an error with its sign changed."""
-    return (-score_IA).clamp(min=_SMALLEST_ERROR).log()
+    error_IA = (-score_IA).clamp(min=_SMALLEST_ERROR)
+    return error_IA.log()
 
 
 def _spread(score_N: Tensor) -> float:
@@ -255,8 +259,10 @@ def sides_alike(scores: UnitScores) -> bool:
     If they do not, the two sides differ by themselves, and attacks on the audited expert would measure that difference.
     Tested at 1% over all attacks together (Bonferroni), in both directions.
     """
-    z = NormalDist().inv_cdf(1 - _SIGNIFICANCE / 2 / len(names()))
-    for column in range(len(names())):
+    num_attacks = len(names())
+    tail_probability = _SIGNIFICANCE / 2 / num_attacks
+    z = NormalDist().inv_cdf(1 - tail_probability)
+    for column in range(num_attacks):
         member_M, other_N = scores.of_units(column)
         area = auc(member_M, other_N, z=z)
         if not area.low <= 0.5 <= area.high:
@@ -266,13 +272,15 @@ def sides_alike(scores: UnitScores) -> bool:
 
 def by_unit(score_I: Tensor, unit_I: Tensor) -> Tensor:
     """Return the highest score of each unit's images, shape (U,), float64."""
-    score_U = torch.full((int(unit_I.max()) + 1,), -torch.inf, dtype=torch.float64)
-    return score_U.scatter_reduce(0, unit_I, score_I.double(), "amax")
+    num_units = int(unit_I.max()) + 1
+    lowest_U = torch.full((num_units,), -torch.inf, dtype=torch.float64)
+    return lowest_U.scatter_reduce(0, unit_I, score_I.double(), "amax")
 
 
 def _mean_by_unit(score_IA: Tensor, unit_I: Tensor) -> Tensor:
     num_units = int(unit_I.max()) + 1
-    total_UA = torch.zeros(num_units, score_IA.shape[1], dtype=torch.float64)
+    num_attacks = score_IA.shape[1]
+    total_UA = torch.zeros(num_units, num_attacks, dtype=torch.float64)
     total_UA.index_add_(0, unit_I, score_IA.double())
     num_images_U = torch.bincount(unit_I, minlength=num_units)
     return total_UA / num_images_U[:, None]

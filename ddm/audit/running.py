@@ -43,12 +43,15 @@ def score_images(
     blocks = []
     for start in range(0, len(image_N), _BLOCK_SIZE):
         image_B = image_N[start : start + _BLOCK_SIZE]
-        noise_seed = int(stream("audit noise", seed, start).integers(2**63))
+        # A seed for each block: a block has the same noise whether or not others came before it.
+        random = stream("audit noise", seed, start)
+        noise_seed = int(random.integers(2**63))
         noise = torch.Generator().manual_seed(noise_seed)
         condition_B = None
         if condition_I is not None:
             condition_B = condition_I[image_B]
-        blocks.append(scores(expert, images[image_B], condition_B, noise))
+        score_BA = scores(expert, images[image_B], condition_B, noise)
+        blocks.append(score_BA)
         on_images(len(image_B))
     return torch.cat(blocks)
 
@@ -93,7 +96,8 @@ def draw_samples(
             return velocity(x_B, t_B, *condition)
 
         with torch.inference_mode():
-            samples = integrate(conditioned_velocity, x_1, times, "dpm", path).float().cpu()
+            x_0 = integrate(conditioned_velocity, x_1, times, "dpm", path)
+            samples = x_0.float().cpu()
         on_images(size)
         # A tensor made in inference mode cannot be used in computations with gradients.
         yield samples.clone()

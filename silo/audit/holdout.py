@@ -20,7 +20,8 @@ def num_holdout_units(num_units: int, policy: Policy) -> int:
     A site also holds nothing out where fewer units than `training.min_images` would be left to learn from.
     """
     audit = policy.audit
-    num_holdout = min(int(audit.holdout_share * num_units), audit.max_holdout_units)
+    share_of_units = int(audit.holdout_share * num_units)
+    num_holdout = min(share_of_units, audit.max_holdout_units)
     num_learned = num_units - num_holdout
     if num_holdout < audit.min_holdout_units or num_learned < policy.training.min_images:
         return 0
@@ -30,7 +31,7 @@ def num_holdout_units(num_units: int, policy: Policy) -> int:
 def holdout_mask(cohort: Cohort, policy: Policy) -> Tensor:
     """Return which images belong to units held out, boolean (N,)."""
     num_holdout = num_holdout_units(cohort.num_units, policy)
-    lowest_ranks = torch.argsort(cohort.rank_U, stable=True)[:num_holdout]
+    by_rank_U = torch.argsort(cohort.rank_U, stable=True)
     is_held_U = torch.zeros(cohort.num_units, dtype=torch.bool)
-    is_held_U[lowest_ranks] = True
+    is_held_U[by_rank_U[:num_holdout]] = True
     return is_held_U[cohort.unit_N]

@@ -17,7 +17,7 @@ from ddm.audit.attacks import CALLS
 from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
 from ddm.audit.crossfit import MIN_UNITS
 from ddm.audit.effort import NUM_SHADOWS, SAMPLE_STEPS, TRAINING_CALLS
-from ddm.audit.membership import UnitScores, measure_membership, sides_alike
+from ddm.audit.membership import Membership, UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings
 from ddm.diffusion.path import path_named
@@ -35,12 +35,15 @@ from silo.audit.report import expert_audit, inconclusive_audit
 from silo.audit.subject import AuditedExpert
 from silo.audit.worst import write_worst
 
-# Shape legend: I images of one side, H images held out, S samples, B of a block, Q queries, K neighbours, U units.
+# Shape legend: I images of one side, H images held out, S samples, B of a block, Q queries, K neighbours, U units,
+# A attacks.
 
 MAX_BLURRED = 128
 _BLUR = 0.01  # the standard deviation of the noise, as a share of the range
 _SPACES = ("pixels", "features")
 _QUERY_SETS = ("held", "blurred", "samples")
+_Scores = Mapping[str, Tensor]
+"""What all attacks on one expert give, (I, A): `members` by its members' images, `held` by those of units held out."""
 
 
 @dataclass
@@ -92,20 +95,16 @@ def audit_expert(
     min_units = max(limits.min_holdout_units, MIN_UNITS)
     if expert.num_held < min_units or expert.members.num_units < MIN_UNITS:
         return inconclusive_audit(expert.expert_id, expert.num_held, limits)
-    store = MeasurementStore.open(expert.folder / "parts", expert.digest)
-    counter = _EvaluationCounter(on_progress, _num_evaluations(expert))
-    audit = _Audit(expert, store, counter, should_stop)
+    audit = _Audit(
+        expert=expert,
+        store=MeasurementStore.open(expert.folder / "parts", expert.digest),
+        counter=_EvaluationCounter(on_progress, _num_evaluations(expert)),
+        should_stop=should_stop,
+    )
     # Shows how long it will take before the first training begins.
-    counter.add(0)
+    audit.counter.add(0)
 
-    scores = _attack(audit, "expert", expert.base)
-    # Most attacks compare the expert with one that knows less of the members: an image that is easy for both says
-    # nothing about membership. The control shows that the attacks find what was certainly learned.
-    reference_scores = _attack(audit, "reference", _reference(audit))
-    shadow_scores = []
-    for number in range(NUM_SHADOWS):
-        shadow_scores.append(_attack(audit, f"shadow-{number}", _shadow(audit, number)))
-    control_scores = _attack(audit, "control", _overfitted_copy(audit))
+    attacked = _attack_all(audit)
     neighbours = _measure_neighbours(audit)
 
     # A unit held out whose image the expert learned from another unit is no test of anything.
@@ -120,48 +119,76 @@ def audit_expert(
     member_U = torch.arange(expert.members.num_units)
     every_member_U = torch.ones_like(member_U, dtype=torch.bool)
     overfitted_U = member_U < expert.effort.control_units
-    reference = _unit_scores(expert, reference_scores, every_member_U, is_tested_U)
-    membership = measure_membership(
-        _unit_scores(expert, scores, every_member_U, is_tested_U),
-        reference=reference,
-        shadows=[
-            _unit_scores(expert, scores, every_member_U, is_tested_U) for scores in shadow_scores
-        ],
-    )
-    control = measure_membership(
-        _unit_scores(expert, control_scores, overfitted_U, is_tested_U),
-        reference=_unit_scores(expert, reference_scores, overfitted_U, is_tested_U),
-        shadows=[
-            _unit_scores(expert, scores, overfitted_U, is_tested_U) for scores in shadow_scores
-        ],
-    )
-    is_tested_H = is_tested_U[expert.held.unit_I]
+    membership = _membership(expert, attacked, "expert", every_member_U, is_tested_U)
+    control = _membership(expert, attacked, "control", overfitted_U, is_tested_U)
+    if expert.public is None:
+        reference = _unit_scores(expert, attacked["reference"], every_member_U, is_tested_U)
+        are_sides_alike = sides_alike(reference)
+    else:
+        # A public expert may have learned units of either side, so that nothing follows from what it knows.
+        are_sides_alike = True
+
     # The scale of copies comes from the units that are left, for the same reason.
+    is_tested_H = is_tested_U[expert.held.unit_I]
     scales = {}
+    copies = {}
+    control_copies = {}
     for space in _SPACES:
         holdout_HK = neighbours[f"{space} of held"][is_tested_H]
-        scales[space] = CopyScale.of(holdout_HK, has_floor=space == "pixels")
+        scale = CopyScale.of(holdout_HK, has_floor=space == "pixels")
+        is_copy_B = scale.near_copies(neighbours[f"{space} of blurred"])
+        scales[space] = scale
+        copies[space] = share_of_copies(scale, neighbours[f"{space} of samples"])
+        control_copies[space] = float(is_copy_B.double().mean())
     findings = Findings(
         num_holdout=num_tested,
         membership=membership,
         control=control,
-        # A public expert may have learned units of either side, so that nothing follows from what it knows.
-        sides_alike=expert.public is not None or sides_alike(reference),
-        copies={
-            space: share_of_copies(scale, neighbours[f"{space} of samples"])
-            for space, scale in scales.items()
-        },
-        control_copies={
-            space: _share(scale.near_copies(neighbours[f"{space} of blurred"]))
-            for space, scale in scales.items()
-        },
+        sides_alike=are_sides_alike,
+        copies=copies,
+        control_copies=control_copies,
     )
-    write_worst(expert, store, membership, neighbours, scales["pixels"])
+    write_worst(expert, audit.store, membership, neighbours, scales["pixels"])
     return expert_audit(expert.expert_id, findings, limits, expert.effort.num_samples)
 
 
-def _share(mask: Tensor) -> float:
-    return float(mask.double().mean())
+def _attack_all(audit: _Audit) -> dict[str, _Scores]:
+    """Train the experts that the audit compares with, and attack each; return the scores by name.
+
+    Most attacks compare the expert with one that knows less of the members: an image that is easy for both says nothing
+    about membership. The control shows that the attacks find what was certainly learned.
+    """
+    scores = {}
+    scores["expert"] = _attack(audit, "expert", audit.expert.base)
+    scores["reference"] = _attack(audit, "reference", _reference(audit))
+    for number in range(NUM_SHADOWS):
+        name = _shadow_name(number)
+        scores[name] = _attack(audit, name, _shadow(audit, number))
+    scores["control"] = _attack(audit, "control", _overfitted_copy(audit))
+    return scores
+
+
+def _membership(
+    expert: AuditedExpert,
+    attacked: Mapping[str, _Scores],
+    name: str,
+    member_U: Tensor,
+    held_U: Tensor,
+) -> Membership:
+    """Measure what attacks learn from the expert of this name, beside reference and shadows, on some of the units."""
+    shadows = []
+    for number in range(NUM_SHADOWS):
+        shadow_scores = attacked[_shadow_name(number)]
+        shadows.append(_unit_scores(expert, shadow_scores, member_U, held_U))
+    return measure_membership(
+        _unit_scores(expert, attacked[name], member_U, held_U),
+        reference=_unit_scores(expert, attacked["reference"], member_U, held_U),
+        shadows=shadows,
+    )
+
+
+def _shadow_name(number: int) -> str:
+    return f"shadow-{number}"
 
 
 def _num_evaluations(expert: AuditedExpert) -> int:
@@ -190,20 +217,32 @@ def _shadow(audit: _Audit, number: int) -> BaseExpert:
         After Chen et al. 2021, arXiv 2005.02205: a model before and after it unlearned a record gives the record away.
     """
     expert = audit.expert
-    num_steps = expert.effort.shadow_steps
-    name = f"shadow-{number}"
-    return _train(audit, name, expert.others_N, num_steps, base=expert.base, draw=number)
+    return _train(
+        audit,
+        _shadow_name(number),
+        expert.others_N,
+        expert.effort.shadow_steps,
+        base=expert.base,
+        draw=number,
+    )
 
 
 def _overfitted_copy(audit: _Audit) -> BaseExpert:
     """Return a copy of the expert that was trained further on a few members alone."""
     members = audit.expert.members
     effort = audit.expert.effort
+    is_chosen_U = torch.arange(members.num_units) < effort.control_units
+    chosen_units = members.select(is_chosen_U)
     # Sorted, since images are read from disk in the order of their numbers.
-    chosen_units = members.select(torch.arange(members.num_units) < effort.control_units)
     image_I = torch.sort(chosen_units.image_I).values
-    base = audit.expert.base
-    return _train(audit, "control", image_I, effort.control_steps, base=base, overfits=True)
+    return _train(
+        audit,
+        "control",
+        image_I,
+        effort.control_steps,
+        base=audit.expert.base,
+        overfits=True,
+    )
 
 
 def _train(
@@ -216,18 +255,30 @@ def _train(
     overfits: bool = False,
     draw: int = 0,
 ) -> BaseExpert:
+    """Train one of the experts that the audit compares with, or return the one that was trained before a restart.
+
+    Args:
+        audit: the audit.
+        name: of the trained expert, and of its file.
+        image_I: the numbers of the images that it learns.
+        num_steps: of the training.
+        base: the expert that it starts from; None for random weights.
+        overfits: see `AuditedExpert.planned`.
+        draw: see `AuditedExpert.planned`.
+    """
     expert = audit.expert
     step_evaluations = TRAINING_CALLS * expert.plan.expert.training.batch_size
     path = audit.store.folder / f"{name}.safetensors"
     if path.exists():
-        # Done before a restart: the progress counts it all the same.
+        # Trained before a restart: the progress counts it all the same.
         audit.counter.add(step_evaluations * num_steps)
         return BaseExpert(path.parent, File.of(path.name, path))
     last_step = 0
 
     def count(progress: Progress) -> None:
         nonlocal last_step
-        audit.counter.add(step_evaluations * (progress.step - last_step))
+        num_new_steps = progress.step - last_step
+        audit.counter.add(step_evaluations * num_new_steps)
         last_step = progress.step
 
     # Killed before the file is written, the training continues from the checkpoint in its job's folder.
@@ -249,7 +300,7 @@ def _attack(
     audit: _Audit,
     name: str,
     weights: BaseExpert,
-) -> Mapping[str, Tensor]:
+) -> _Scores:
     """Attack one expert, members first; the same noise for each expert."""
     expert = audit.expert
     num_attacked = 0
@@ -259,7 +310,7 @@ def _attack(
         num_attacked += num
         audit.counter.add(CALLS * num)
 
-    def measure() -> Mapping[str, Tensor]:
+    def measure() -> _Scores:
         attacked = expert.open_for_attack(weights)
 
         def score(image_I: Tensor, seed: int) -> Tensor:
@@ -281,16 +332,18 @@ def _attack(
 
 def _unit_scores(
     expert: AuditedExpert,
-    scores: Mapping[str, Tensor],
+    scores: _Scores,
     member_U: Tensor,
     held_U: Tensor,
 ) -> UnitScores:
-    """Take the scores of some of the units of either side."""
+    """Select the scores of some of the units of either side."""
     members = expert.members
     held = expert.held
+    is_selected_member_I = member_U[members.unit_I]
+    is_selected_other_I = held_U[held.unit_I]
     return UnitScores(
-        member_IA=scores["members"][member_U[members.unit_I]],
-        other_IA=scores["held"][held_U[held.unit_I]],
+        member_IA=scores["members"][is_selected_member_I],
+        other_IA=scores["held"][is_selected_other_I],
         member_I=members.select(member_U).unit_I,
         other_I=held.select(held_U).unit_I,
     )
@@ -304,7 +357,8 @@ def _samples(audit: _Audit) -> Iterator[Mapping[str, Tensor]]:
     choice_S = random.integers(len(expert.learned_N), size=expert.effort.num_samples)
     image_S = expert.learned_N[torch.from_numpy(choice_S)]
     for start in range(0, len(image_S), CHUNK):
-        draw = partial(_draw_chunk, audit, start, image_S[start : start + CHUNK])
+        chunk_S = image_S[start : start + CHUNK]
+        draw = partial(_draw_chunk, audit, start, chunk_S)
         yield audit.store.load_or_measure(f"samples-{start}", draw)
 
 
@@ -335,7 +389,10 @@ def _draw_chunk(
         # An expert may give anything; a sample that is not a number is no copy, and must not stop the audit.
         images = images.clamp(low, high).nan_to_num(0.0)
         rows.append(_rows_in_spaces(expert, images))
-    return {space: torch.cat([block[space] for block in rows]) for space in _SPACES}
+    chunk = {}
+    for space in _SPACES:
+        chunk[space] = torch.cat([block[space] for block in rows])
+    return chunk
 
 
 def _rows_in_spaces(expert: AuditedExpert, images: Tensor) -> dict[str, Tensor]:
@@ -361,7 +418,8 @@ def _search_neighbours(audit: _Audit) -> Mapping[str, Tensor]:
     blurred = _blurred_images(expert)
     queries: list[Mapping[str, Tensor]] = []
     for image_B in torch.split(expert.held.image_I, CHUNK):
-        queries.append(_rows_in_spaces(expert, expert.pixels[image_B]))
+        images = expert.pixels[image_B]
+        queries.append(_rows_in_spaces(expert, images))
     # All queries in one search, since each pass reads and encodes every learned image.
     queries.append(_rows_in_spaces(expert, blurred))
     queries.extend(_samples(audit))
@@ -384,7 +442,9 @@ def _blurred_images(expert: AuditedExpert) -> Tensor:
     """Return some learned images with a little noise: the control, which a search for copies must recognise."""
     random = torch.Generator().manual_seed(expert.seed + 3)
     order = torch.randperm(len(expert.learned_N), generator=random)
-    image_B = torch.sort(expert.learned_N[order[:MAX_BLURRED]]).values
+    chosen_B = expert.learned_N[order[:MAX_BLURRED]]
+    # Sorted, since images are read from disk in the order of their numbers.
+    image_B = torch.sort(chosen_B).values
     images = expert.pixels[image_B]
     low, high = expert.plan.data.range
     noise = torch.randn(images.shape, generator=random)

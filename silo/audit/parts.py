@@ -50,16 +50,20 @@ class MeasurementStore:
             except TensorFileError:
                 # Damaged by the disk, since files are written whole or not at all: measured again.
                 path.unlink()
-        # safetensors stores only tensors that are contiguous in memory.
-        tensors = {key: value.contiguous() for key, value in measure().items()}
+        tensors = {}
+        for key, tensor in measure().items():
+            # safetensors stores only tensors that are contiguous in memory.
+            tensors[key] = tensor.contiguous()
         save_tensors(path, tensors)
         return tensors
 
     def thumbnail(self, number: int) -> Tensor:
         """Return the thumbnail of one sample, as a row of values."""
         row = number % CHUNK
-        path = self.folder / f"samples-{number - row}.safetensors"
-        return load_tensors(path, None, max_bytes=_MAX_BYTES)["pixels"][row]
+        first_number = number - row
+        path = self.folder / f"samples-{first_number}.safetensors"
+        chunk = load_tensors(path, None, max_bytes=_MAX_BYTES)
+        return chunk["pixels"][row]
 
 
 def discard_measurements(parent: Path) -> None:

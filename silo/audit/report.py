@@ -7,6 +7,7 @@ on the images beyond their epsilon. Their report is for the people of the site.
 
 from datetime import datetime
 
+from ddm.audit.membership import Attack
 from ddm.audit.verdict import Findings, judge, too_few_units
 from ddm.errors import AuditError
 from ddm.evaluation.intervals import Estimate
@@ -77,6 +78,7 @@ def join_reports(
 ) -> AuditReport:
     """Join the audits of all experts: the worst verdict decides, which is `fail`, then `inconclusive`."""
     worst_first: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
+    # Of several experts with the worst verdict, the first.
     worst = min(experts, key=lambda audit: worst_first.index(audit.verdict))
     reason = worst.reason
     if len(experts) > 1:
@@ -107,10 +109,10 @@ def expert_audit(
         reason=reason[:_MAX_REASON],
         num_members=findings.membership.num_members,
         num_holdout_units=findings.num_holdout,
-        deciding_auc=tuple(_figure(attack.name, attack.auc) for attack in deciding),
-        deciding_tpr=tuple(_figure(attack.name, attack.tpr) for attack in deciding),
-        auc=tuple(_figure(attack.name, attack.auc) for attack in attacks),
-        tpr=tuple(_figure(attack.name, attack.tpr) for attack in attacks),
+        deciding_auc=_auc_figures(deciding),
+        deciding_tpr=_tpr_figures(deciding),
+        auc=_auc_figures(attacks),
+        tpr=_tpr_figures(attacks),
         copies=tuple(_figure(space, share) for space, share in findings.copies.items()),
         control=_figure(worst_on_control.name, worst_on_control.auc),
         unseen=findings.sides_alike,
@@ -118,8 +120,21 @@ def expert_audit(
     )
 
 
+def _auc_figures(attacks: tuple[Attack, ...]) -> tuple[Figure, ...]:
+    return tuple(_figure(attack.name, attack.auc) for attack in attacks)
+
+
+def _tpr_figures(attacks: tuple[Attack, ...]) -> tuple[Figure, ...]:
+    return tuple(_figure(attack.name, attack.tpr) for attack in attacks)
+
+
 def _figure(name: str, estimate: Estimate) -> Figure:
-    return Figure(name=name, value=estimate.value, low=estimate.low, high=estimate.high)
+    return Figure(
+        name=name,
+        value=estimate.value,
+        low=estimate.low,
+        high=estimate.high,
+    )
 
 
 def gate(

@@ -108,15 +108,17 @@ class AuditedExpert:
     @cached_property
     def digest(self) -> str:
         """Names everything that the measurement depends on."""
-        image_numbers = self.learned_N.numpy().tobytes() + self.held_N.numpy().tobytes()
+        learned_bytes = self.learned_N.numpy().tobytes()
+        held_bytes = self.held_N.numpy().tobytes()
         parts = [
             self.plan.digest,
             self.base.file.digest,
             self.inputs.digest,
             str(self.num_samples),
-            sha256_hex(image_numbers),
+            sha256_hex(learned_bytes + held_bytes),
         ]
-        return sha256_hex(" ".join(parts).encode())
+        text = " ".join(parts)
+        return sha256_hex(text.encode())
 
     @cached_property
     def seed(self) -> int:
@@ -131,12 +133,14 @@ class AuditedExpert:
     @cached_property
     def num_held(self) -> int:
         """How many units are held out."""
-        return len(torch.unique(self.inputs.unit_N[self.held_N]))
+        held_units = self.inputs.unit_N[self.held_N]
+        return len(torch.unique(held_units))
 
     @cached_property
     def num_members(self) -> int:
         """How many of the units that the expert learned are tested: a reference needs the others to learn from."""
-        num_learned = len(torch.unique(self.inputs.unit_N[self.learned_N]))
+        learned_units = self.inputs.unit_N[self.learned_N]
+        num_learned = len(torch.unique(learned_units))
         return min(self.num_held, num_learned // 2)
 
     @cached_property
@@ -164,7 +168,8 @@ class AuditedExpert:
         """The images that the expert learned, without any of the members' units: what a reference learns."""
         learned_unit_N = self.inputs.unit_N[self.learned_N]
         member_units = self.inputs.unit_N[self.members.image_I]
-        return self.learned_N[~torch.isin(learned_unit_N, member_units)]
+        is_of_member_N = torch.isin(learned_unit_N, member_units)
+        return self.learned_N[~is_of_member_N]
 
     @property
     def condition_N(self) -> Tensor | None:
@@ -194,19 +199,20 @@ class AuditedExpert:
             draw: of its random numbers; every draw takes other batches and other noise.
         """
         # The plan's average is made for its many steps; over these few it would still be near the start.
+        planned_training = self.plan.expert.training
         ema_decay = 0.9
-        warmup_steps = min(self.plan.expert.training.warmup_steps, num_steps // 5)
+        warmup_steps = min(planned_training.warmup_steps, num_steps // 5)
         if overfits:
             ema_decay = 0.5
             warmup_steps = 0
-        training = self.plan.expert.training.model_copy(
+        training = planned_training.model_copy(
             update={
                 "ema_decay": ema_decay,
                 "ema_half_life": None,
                 "ema_width": None,
                 "ema_snapshots": 0,
                 "num_steps": num_steps,
-                "seed": (self.plan.expert.training.seed + draw) % _MAX_SEED,
+                "seed": (planned_training.seed + draw) % _MAX_SEED,
                 "checkpoint_steps": max(num_steps // 4, 1),
                 "schedule": "constant",
                 "final_rate": 0.0,
@@ -247,11 +253,12 @@ class AuditedExpert:
         """Draw units, and at most `effort.images_per_unit` images of each."""
         # Shuffled first, so that the images of a unit that are tested are a random choice of them.
         random = np.random.default_rng(seed)
-        shuffled_N = image_N[torch.from_numpy(random.permutation(len(image_N)))]
+        order_N = torch.from_numpy(random.permutation(len(image_N)))
+        shuffled_N = image_N[order_N]
         unit_N = self.inputs.unit_N[shuffled_N]
         present_U = torch.unique(unit_N)
-        choice = np.sort(random.permutation(len(present_U))[:num_units])
-        chosen_U = present_U[torch.from_numpy(choice)]
+        drawn_places = random.permutation(len(present_U))[:num_units]
+        chosen_U = present_U[torch.from_numpy(np.sort(drawn_places))]
 
         is_chosen_N = torch.isin(unit_N, chosen_U)
         image_I = shuffled_N[is_chosen_N]

@@ -63,17 +63,25 @@ def write_worst(
         neighbours: the nearest learned images of samples, by pixels.
         scale: by pixels.
     """
-    distance_S = neighbours["pixels of samples"][:, 0].sqrt()
-    sample_P = torch.argsort(distance_S, stable=True)[:MAX_PAIRS]
-    image_P = expert.learned_N[neighbours["pixels near samples"][sample_P]]
+    squared_distance_S = neighbours["pixels of samples"][:, 0]
+    distance_S = squared_distance_S.sqrt()
+    nearest_first_S = torch.argsort(distance_S, stable=True)
+    sample_P = nearest_first_S[:MAX_PAIRS]
+    place_P = neighbours["pixels near samples"][sample_P]
+    image_P = expert.learned_N[place_P]
     # The floor is a third of the usual distance of images held out.
-    usual_distance = 3 * scale.floor or 1.0
-    relative_P = (distance_S[sample_P] / usual_distance).clamp(max=_MAX_NUMBER)
+    usual_distance = 3 * scale.floor
+    if usual_distance == 0:
+        usual_distance = 1.0
+    relative_P = distance_S[sample_P] / usual_distance
+    relative_P = relative_P.clamp(max=_MAX_NUMBER)
 
-    unit_T = torch.argsort(membership.suspicion_M, descending=True)[:MAX_SUSPECTS]
+    most_suspected_first_M = torch.argsort(membership.suspicion_M, descending=True)
+    unit_T = most_suspected_first_M[:MAX_SUSPECTS]
     suspicion_T = membership.suspicion_M[unit_T].clamp(-_MAX_NUMBER, _MAX_NUMBER)
     # Images of members are sorted by unit: the first image of each.
-    first_image_T = torch.searchsorted(expert.members.unit_I.contiguous(), unit_T)
+    unit_I = expert.members.unit_I.contiguous()
+    first_image_T = torch.searchsorted(unit_I, unit_T)
     document = WorstFindings(
         expert_id=expert.expert_id,
         pair_images=tuple(image_P.tolist()),
@@ -82,9 +90,14 @@ def write_worst(
         suspicion=tuple(suspicion_T.tolist()),
     )
     write_atomic(_worst_path(expert.folder), document.encode(), mode=0o600)
+    # One by one, since pairs are in the order of their distances, not in that of the files.
     samples = torch.stack([store.thumbnail(int(number)) for number in sample_P])
     images = torch.cat([expert.pixels[number[None]] for number in image_P])
-    thumbnails = {"samples": samples.contiguous(), "images": pixel_rows(images).contiguous()}
+    image_rows = pixel_rows(images)
+    thumbnails = {
+        "samples": samples.contiguous(),
+        "images": image_rows.contiguous(),
+    }
     save_tensors(_pairs_path(expert.folder), thumbnails)
 
 
