@@ -19,7 +19,11 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.statistics import StatisticKind, Statistics
 from ddm.routers.sketch import Sketch
 
-Draw = Callable[[NDArray[np.int64], Noise], Mapping[str, Tensor]]
+Records = NDArray[np.int64]
+"""Numbers of images, one of each unit."""
+Tensors = Mapping[str, Tensor]
+"""The tensors of one statistic, by name."""
+Draw = Callable[[Records, Noise], Tensors]
 """Called as ``draw(record_U, noise)`` with one record of each unit; returns the tensors that leave the silo."""
 
 
@@ -98,7 +102,7 @@ class Statistic(ABC):
     @abstractmethod
     def check_received(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         num_units: int,
         plan: Plan,
         sketch: Sketch,
@@ -131,9 +135,12 @@ def checked_cells(
     """
     # This comes before the debit. Later, `bincount` would refuse a negative cell, or return a histogram with more cells
     # than the plan states, whose size would then tell something of the data.
-    num_outside = int(((cell_N < 0) | (cell_N >= num_cells)).sum())
+    is_outside_N = (cell_N < 0) | (cell_N >= num_cells)
+    num_outside = int(is_outside_N.sum())
     if len(cell_N) != num_records or num_outside:
-        expected = f"one of 0 to {num_cells - 1} for each of {num_records} images"
-        got = f"{len(cell_N)} entries, {num_outside} of them outside"
-        raise DataError(subject, expected=expected, got=got)
+        raise DataError(
+            subject,
+            expected=f"one of 0 to {num_cells - 1} for each of {num_records} images",
+            got=f"{len(cell_N)} entries, {num_outside} of them outside",
+        )
     return np.asarray(cell_N.numpy(), dtype=np.int64)

@@ -25,15 +25,23 @@ def mechanisms(plan: Plan) -> Mapping[StatisticKind, Mechanism]:
 
 
 def _mechanisms(statistics: Statistics, subject: str) -> Mapping[StatisticKind, Mechanism]:
-    smallest = min(terms.epsilon for terms in statistics.terms.values())
-    if smallest < _MIN_EPSILON:
-        expected = f"at least {_MIN_EPSILON:g}, below which it is noise alone"
-        subject = f"{subject}: epsilon of a statistic"
-        raise PolicyError(subject, expected=expected, got=f"{smallest:g}")
-    return {kind: statistic.mechanism() for kind, statistic in statistics_of(statistics).items()}
+    smallest_epsilon = min(terms.epsilon for terms in statistics.terms.values())
+    if smallest_epsilon < _MIN_EPSILON:
+        raise PolicyError(
+            f"{subject}: epsilon of a statistic",
+            expected=f"at least {_MIN_EPSILON:g}, below which it is noise alone",
+            got=f"{smallest_epsilon:g}",
+        )
+    by_kind: dict[StatisticKind, Mechanism] = {}
+    for kind, statistic in statistics_of(statistics).items():
+        by_kind[kind] = statistic.mechanism()
+    return by_kind
 
 
-def paid_mechanisms(plan: Plan, num_units: int | None = None) -> Mapping[PaidKind, Mechanism]:
+def paid_mechanisms(
+    plan: Plan,
+    num_units: int | None = None,
+) -> Mapping[PaidKind, Mechanism]:
     """Return all that a plan draws from a silo's data: its statistics and, if it is trained privately, the expert.
 
     Args:
@@ -51,18 +59,31 @@ def paid_mechanisms(plan: Plan, num_units: int | None = None) -> Mapping[PaidKin
         return paid
     if not num_units:
         # The noise is solved for the epsilon that the plan states, so that the number of units hardly changes the cost.
-        agreed = [silo.units(plan.statistics.unit) or 1 for silo in plan.agreed.values()]
-        num_units = max(agreed)
+        num_units = _most_agreed_units(plan)
     rate = terms.rate(num_units)
     steps = plan.expert.training.num_steps
     noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, steps)
-    paid["expert"] = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=steps)
+    paid["expert"] = DpSgdMechanism(
+        noise_multiplier=noise,
+        rate=rate,
+        steps=steps,
+    )
     return paid
+
+
+def _most_agreed_units(plan: Plan) -> int:
+    """Return the most units that any silo of the plan agreed to bring, at least 1."""
+    most_units = 1
+    for terms in plan.agreed.values():
+        num_units = terms.units(plan.statistics.unit)
+        most_units = max(most_units, num_units or 1)
+    return most_units
 
 
 def plan_epsilon(plan: Plan) -> float:
     """Return the composed epsilon of all statistics of the plan, at ``statistics.total.delta``."""
-    return total_epsilon(mechanisms(plan).values(), plan.statistics.total.delta)
+    delta = plan.statistics.total.delta
+    return total_epsilon(mechanisms(plan).values(), delta)
 
 
 def check_total(plan: Plan) -> None:
@@ -81,9 +102,12 @@ def check_statistics(statistics: Statistics, subject: str) -> None:
         PolicyError: they do, or one is pure noise.
     """
     total = statistics.total
-    composed = total_epsilon(_mechanisms(statistics, subject).values(), total.delta)
+    by_kind = _mechanisms(statistics, subject)
+    composed_epsilon = total_epsilon(by_kind.values(), total.delta)
     # Not >, so that an epsilon that is no number is refused.
-    if not composed <= total.epsilon * _SLACK:
-        subject = f"{subject}: all statistics together"
-        expected = f"epsilon of at most {total.epsilon:g} at delta {total.delta:g}, as it states"
-        raise PolicyError(subject, expected=expected, got=f"{composed:.4g}")
+    if not composed_epsilon <= total.epsilon * _SLACK:
+        raise PolicyError(
+            f"{subject}: all statistics together",
+            expected=f"epsilon of at most {total.epsilon:g} at delta {total.delta:g}, as it states",
+            got=f"{composed_epsilon:.4g}",
+        )

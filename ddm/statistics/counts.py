@@ -1,17 +1,13 @@
 """The counts: a noised histogram over public groups, which every plan requires."""
 
 # Shape legend: U units, G public groups.
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from ddm.io.tensors import TensorSpec
 from ddm.privacy.noise import Noise
-from ddm.statistics.base import Draw, StatisticSource, checked_cells
+from ddm.statistics.base import Draw, Records, StatisticSource, Tensors, checked_cells
 from ddm.statistics.histograms import Histogram
 
 
@@ -29,9 +25,10 @@ class Counts(Histogram):
 
     def prepare(self, source: StatisticSource) -> Draw:
         """See `Statistic.prepare`."""
-        group_N = checked_cells(source.group_N, self.num_groups, len(source.images), "groups")
+        num_records = len(source.images)
+        group_N = checked_cells(source.group_N, self.num_groups, num_records, "groups")
 
-        def draw(record_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
+        def draw(record_U: Records, noise: Noise) -> Tensors:
             noised_G = self.noised_histogram(group_N[record_U], self.num_groups, noise)
             return {"counts": torch.from_numpy(noised_G)}
 

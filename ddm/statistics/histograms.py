@@ -2,12 +2,10 @@
 
 # Shape legend: N records, U units, G cells.
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ddm.errors import TensorFileError
 from ddm.privacy.accounting import DiscreteLaplaceMechanism
@@ -15,7 +13,7 @@ from ddm.privacy.bounds import cell_noise_bound, total_noise_bound
 from ddm.privacy.noise import Noise, discrete_laplace
 from ddm.protocol.plan import Plan
 from ddm.routers.sketch import Sketch
-from ddm.statistics.base import Statistic
+from ddm.statistics.base import Statistic, Tensors
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,12 @@ class Histogram(Statistic):
     ) -> NDArray[np.int64]:
         """Count the chosen records by cell, and add the noise."""
         true_G = np.bincount(cell_U, minlength=num_cells)
-        return true_G + discrete_laplace(num_cells, self.epsilon, noise)
+        noise_G = discrete_laplace(num_cells, self.epsilon, noise)
+        return true_G + noise_G
 
     def check_received(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         num_units: int,
         plan: Plan,
         sketch: Sketch,
@@ -72,18 +71,28 @@ class Histogram(Statistic):
         counts = [int(count) for count in tensors["counts"].flatten().tolist()]
         # A silo could otherwise claim any share of a group, and with it the odds of all samples that resemble this
         # group.
-        reach = cell_noise_bound(self.epsilon, len(counts))
-        if min(counts) < -reach or max(counts) > num_units + reach:
-            expected = f"counts within [{-reach}, {num_units + reach}]"
-            got = f"counts from {min(counts)} to {max(counts)}"
-            raise TensorFileError(self.file_name, expected=expected, got=got)
-        reach = total_noise_bound(self.epsilon, len(counts))
-        if abs(sum(counts) - num_units) > reach:
-            expected = f"counts with a sum within {reach} of the {num_units} units"
-            raise TensorFileError(self.file_name, expected=expected, got=f"a sum of {sum(counts)}")
+        cell_reach = cell_noise_bound(self.epsilon, len(counts))
+        lowest = min(counts)
+        highest = max(counts)
+        if lowest < -cell_reach or highest > num_units + cell_reach:
+            raise TensorFileError(
+                self.file_name,
+                expected=f"counts within [{-cell_reach}, {num_units + cell_reach}]",
+                got=f"counts from {lowest} to {highest}",
+            )
+        # Counts that are each within reach could still add up to a multiple of the units.
+        total_reach = total_noise_bound(self.epsilon, len(counts))
+        total = sum(counts)
+        if abs(total - num_units) > total_reach:
+            raise TensorFileError(
+                self.file_name,
+                expected=f"counts with a sum within {total_reach} of the {num_units} units",
+                got=f"a sum of {total}",
+            )
 
 
 def discrete_laplace_std(epsilon: float) -> float:
     """Return the standard deviation of integer noise with ``P(z) ~ exp(-epsilon |z| / 2)``."""
-    a = math.exp(-epsilon / 2)
-    return math.sqrt(2 * a) / (1 - a)
+    # The variance of a two-sided geometric distribution is 2 q / (1 - q)^2.
+    ratio = math.exp(-epsilon / 2)
+    return math.sqrt(2 * ratio) / (1 - ratio)

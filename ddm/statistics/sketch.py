@@ -1,7 +1,6 @@
 """The sketches: one noised projection of each unit, on which a learned router is refitted."""
 
 # Shape legend: N records, U units, R sketch dimensions.
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ from ddm.privacy.noise import Noise, rounded_gaussian, shuffled
 from ddm.protocol.plan import Plan
 from ddm.protocol.statistics import SketchStatistic
 from ddm.routers.sketch import Sketch
-from ddm.statistics.base import Draw, Statistic, StatisticSource
+from ddm.statistics.base import Draw, Records, Statistic, StatisticSource, Tensors
 
 # Values at a time, so that a statistic needs little more memory than its images.
 _BLOCK_VALUES = 2**20
@@ -55,7 +54,8 @@ class Sketches(Statistic):
 
     def tensor_specs(self, num_units: int) -> dict[str, TensorSpec]:
         """See `Statistic.tensor_specs`."""
-        return {"sketch": TensorSpec("F32", (num_units, self.terms.rank))}
+        shape = (num_units, self.terms.rank)
+        return {"sketch": TensorSpec("F32", shape)}
 
     def noise_level(self, path: Path, sketch: Sketch) -> "NoiseLevel":
         """Return the noise level at which the sketches are drawn.
@@ -64,54 +64,56 @@ class Sketches(Statistic):
             NumericalError: they would be pure noise.
         """
         t = t_release(self.mu, sketch.scale, path, self.terms.rank)
-        at = torch.tensor(t, dtype=torch.float64)
-        return NoiseLevel(t=t, alpha=float(path.alpha(at)), sigma=float(path.sigma(at)))
+        time = torch.tensor(t, dtype=torch.float64)
+        return NoiseLevel(
+            t=t,
+            alpha=float(path.alpha(time)),
+            sigma=float(path.sigma(time)),
+        )
 
     def prepare(self, source: StatisticSource) -> Draw:
         """See `Statistic.prepare`."""
         source.sketch.check()
-        level = self.noise_level(path_named(source.plan.objective.ensemble_path), source.sketch)
+        path = path_named(source.plan.objective.ensemble_path)
+        level = self.noise_level(path, source.sketch)
+        # In steps of the grid, of s_0: the noise of s_r is alpha_r times as large.
         std = level.sigma / (level.alpha * source.sketch.scale) / GRID
         grid_NR = _on_grid(source.sketch.head(self.terms.rank), source.images)
 
-        def draw(record_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
-            noised_UR = np.empty((len(record_U), self.terms.rank), np.int64)
-            num_rows = max(1, _BLOCK_VALUES // self.terms.rank)
-            for start in range(0, len(noised_UR), num_rows):
-                rows_BR = grid_NR[record_U[start : start + num_rows]]
-                noise_BR = rounded_gaussian(rows_BR.shape, std, noise)
-                noised_UR[start : start + num_rows] = rows_BR + noise_BR
+        def draw(record_U: Records, noise: Noise) -> Tensors:
+            noised_UR = _noised(grid_NR, record_U, std, noise)
             # The order of the records would tell a silo's order of files, so that a row could be attributed.
             order_U = shuffled(len(noised_UR), noise)
-            sketch_UR = torch.empty(noised_UR.shape)
-            for start in range(0, len(noised_UR), num_rows):
-                shuffled_BR = noised_UR[order_U[start : start + num_rows]]
-                # This rounding to float32 comes after the noise, so it is post-processing.
-                sketch_BR = torch.from_numpy(shuffled_BR * (level.alpha * GRID)).float()
-                sketch_UR[start : start + num_rows] = sketch_BR
-            return {"sketch": sketch_UR}
+            return {"sketch": _as_sketches(noised_UR, order_U, level.alpha)}
 
         return draw
 
     def check_public(self, plan: Plan, sketch: Sketch) -> None:
         """See `Statistic.check_public`."""
-        self.noise_level(path_named(plan.objective.ensemble_path), sketch)
+        path = path_named(plan.objective.ensemble_path)
+        self.noise_level(path, sketch)
 
     def check_received(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         num_units: int,
         plan: Plan,
         sketch: Sketch,
     ) -> None:
         """See `Statistic.check_received`."""
-        level = self.noise_level(path_named(plan.objective.ensemble_path), sketch)
-        num_rows, rank = tensors["sketch"].shape
+        path = path_named(plan.objective.ensemble_path)
+        level = self.noise_level(path, sketch)
+        sketch_UR = tensors["sketch"]
+        num_rows, rank = sketch_UR.shape
         bound = sketch_norm_bound(level.alpha, level.sigma, sketch.scale, rank, num_rows)
-        norm = float(tensors["sketch"].double().norm(dim=1).max())
-        if norm > bound:
-            expected = f"rows with a norm of at most {bound:.4g}"
-            raise TensorFileError(self.file_name, expected=expected, got=f"a norm of {norm:.4g}")
+        norm_U = sketch_UR.double().norm(dim=1)
+        largest_norm = float(norm_U.max())
+        if largest_norm > bound:
+            raise TensorFileError(
+                self.file_name,
+                expected=f"rows with a norm of at most {bound:.4g}",
+                got=f"a norm of {largest_norm:.4g}",
+            )
 
     def size_in_words(self) -> str:
         """See `Statistic.size_in_words`."""
@@ -152,7 +154,8 @@ def sketch_noise_level(plan: Plan, sketch: Sketch) -> float | None:
     if plan.statistics.sketch is None:
         return None
     path = path_named(plan.objective.ensemble_path)
-    return Sketches(plan.statistics).noise_level(path, sketch).t
+    level = Sketches(plan.statistics).noise_level(path, sketch)
+    return level.t
 
 
 def _on_grid(sketch: Sketch, images: Images) -> NDArray[np.int32]:
@@ -160,8 +163,46 @@ def _on_grid(sketch: Sketch, images: Images) -> NDArray[np.int32]:
     grid_NR = np.empty((len(images), sketch.rank), np.int32)
     num_rows = rows_of(8 * _BLOCK_VALUES, images.shape[1:], 8)
     for start, block in blocks(images, size=num_rows):
-        grid_NR[start : start + len(block)] = np.rint(sketch.project(block).numpy() / GRID)
+        sketch_BR = sketch.project(block).numpy()
+        rows = slice(start, start + len(block))
+        grid_NR[rows] = np.rint(sketch_BR / GRID)
     return grid_NR
+
+
+def _noised(
+    grid_NR: NDArray[np.int32],
+    record_U: Records,
+    std: float,
+    noise: Noise,
+) -> NDArray[np.int64]:
+    """Return the records' sketches with noise, in steps of the grid, in the order of the records."""
+    rank = grid_NR.shape[1]
+    num_rows = max(1, _BLOCK_VALUES // rank)
+    noised_UR = np.empty((len(record_U), rank), np.int64)
+    for start in range(0, len(noised_UR), num_rows):
+        rows = slice(start, start + num_rows)
+        grid_BR = grid_NR[record_U[rows]]
+        noise_BR = rounded_gaussian(grid_BR.shape, std, noise)
+        noised_UR[rows] = grid_BR + noise_BR
+    return noised_UR
+
+
+def _as_sketches(
+    noised_UR: NDArray[np.int64],
+    order_U: NDArray[np.int64],
+    alpha: float,
+) -> Tensor:
+    """Return noised rows in another order as sketches, float32."""
+    num_units, rank = noised_UR.shape
+    num_rows = max(1, _BLOCK_VALUES // rank)
+    sketch_UR = torch.empty(num_units, rank)
+    for start in range(0, num_units, num_rows):
+        rows = slice(start, start + num_rows)
+        shuffled_BR = noised_UR[order_U[rows]]
+        # This rounding to float32 comes after the noise, so it is post-processing.
+        sketch_BR = torch.from_numpy(shuffled_BR * (alpha * GRID))
+        sketch_UR[rows] = sketch_BR.float()
+    return sketch_UR
 
 
 STATISTIC = Sketches

@@ -56,8 +56,9 @@ class Guard:
                 # This comes before the lock, whose file would otherwise be made in the empty folder of a disk that is
                 # not mounted.
                 _read(path)
+                lock_path = path.with_name(f"{path.name}.lock")
                 try:
-                    stack.enter_context(lock_file(path.with_name(f"{path.name}.lock")))
+                    stack.enter_context(lock_file(lock_path))
                 except OSError as error:
                     raise unwritable(path, error) from error
             yield
@@ -81,10 +82,12 @@ class Guard:
             num_entries = anchor.num_entries
             is_shorter = len(heads) <= num_entries
             if is_shorter or heads[num_entries] != anchor.head_digest:
-                _refuse(f"its anchor {path.name}", num_entries, anchor.head_digest, digests)
+                witness = f"its anchor {path.name}"
+                _refuse(witness, num_entries, anchor.head_digest, digests)
         for chain in self.chains:
             # A ledger with fewer records than the submission names fails here too, since its beginning is shorter.
-            if tuple(digests[: len(chain)]) != chain:
+            first_digests = tuple(digests[: len(chain)])
+            if first_digests != chain:
                 _refuse("a submission in the outbox", len(chain), chain[-1], digests)
         # Only now is anything written: a ledger that is refused must leave its anchors as they are.
         for path, anchor in anchors.items():
@@ -134,10 +137,12 @@ def _refuse(
     last: str,
     digests: Sequence[str],
 ) -> None:
+    """Refuse a ledger of which `witness` says that its record of this number has the digest `last`."""
     got = f"{len(digests)} records"
     # A ledger that is long enough is a fork: it has another record in this place.
     if 0 < num <= len(digests):
-        got = f"record {num} is {digests[num - 1][:16]}"
+        digest_here = digests[num - 1]
+        got = f"record {num} is {digest_here[:16]}"
     expected = f"a ledger that extends {witness}: record {num} is {last[:16]}"
     raise LedgerError("ledger", expected=expected, got=got, remedy=_PUT_BACK)
 

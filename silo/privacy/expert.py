@@ -1,8 +1,8 @@
-"""Pays for the private training of an expert, and sees to it that one debit pays for one expert.
+"""Pays for the private training of an expert, and ensures that one debit pays for one expert.
 
-The debit is on disk before the first step, and covers the plan's statistics too. A training that was killed goes on
+The debit is on disk before the first step, and covers the plan's statistics too. A training that was killed continues
 with the noise of its secret, so it spends nothing again. The expert's digest is recorded as the debit's draw before the
-secret goes: from then on no other expert may leave for this debit.
+secret is deleted: from then on no other expert may leave for this debit.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ from pathlib import Path
 from ddm.errors import LedgerError
 from ddm.privacy.accounting import Mechanism
 from ddm.protocol.base import sha256_file
-from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy, NoWeightPrivacy
-from ddm.statistics.cost import paid_mechanisms
 from silo.privacy.ledger import Debit, Entry, Ledger
+from silo.privacy.spending import PlannedSpending
 
 
 @dataclass(frozen=True)
@@ -62,48 +61,32 @@ class PaidTraining:
                 self.ledger.record_draw(self.debit, "expert", digest)
 
 
-def pay_for_training(
-    plan: Plan,
-    plan_digest: str,
-    dataset_digest: str,
-    num_units: int,
-    ledger: Ledger,
-) -> PaidTraining:
+def pay_for_training(spending: PlannedSpending, ledger: Ledger) -> PaidTraining:
     """Debit all that a plan draws that trains privately, before the first step; a second call finds the first debit.
 
     Raises:
         BudgetError: the ledger would go over; nothing was debited and nothing is trained.
         LedgerError: the ledger is damaged.
     """
-    mechanisms = paid_mechanisms(plan, num_units)
-    debit = ledger.spend(
-        plan.plan_id,
-        plan_digest,
-        dataset_digest,
-        plan.statistics.unit,
-        mechanisms,
-    )
-    return PaidTraining(ledger, debit)
+    return PaidTraining(ledger, spending.pay_from(ledger))
 
 
 def stated_privacy(
-    plan: Plan,
+    spending: PlannedSpending,
     ledger: Ledger,
-    plan_digest: str,
-    dataset_digest: str,
-    num_units: int,
 ) -> NoWeightPrivacy | DpSgdPrivacy:
     """Return what a submission says of its experts' weights, from the debit that paid for training on these data.
 
     Raises:
         LedgerError: the plan trains privately, and nothing was debited for it on these data.
     """
+    plan = spending.plan
     terms = plan.expert.privacy
     if terms is None:
         return NoWeightPrivacy()
     # The noise multiplier comes from the debit and is not computed again: it is found by a search, which may end
     # elsewhere on another machine, and what was paid for is what the training used.
-    debit = ledger.debit_of(plan_digest, dataset_digest)
+    debit = spending.debit_in(ledger)
     if debit is None:
         expected = "a debit for this plan on these data"
         raise LedgerError("private training", expected=expected, got="no such debit")
@@ -112,7 +95,7 @@ def stated_privacy(
         delta=terms.delta,
         unit=plan.statistics.unit,
         noise_multiplier=_paid(debit).noise_multiplier,
-        rate=terms.rate(num_units),
+        rate=terms.rate(spending.num_units),
     )
 
 

@@ -111,8 +111,13 @@ def prepare_ledger(folder: Path) -> None:
     make_ledger(ledger)
 
 
-def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = None) -> None:
-    """Check the ledger that settings name, structure and all that it is held against, before they are used.
+def join_ledger(
+    site: Site,
+    settings: SiloSettings,
+    *,
+    anchor: Path | None = None,
+) -> None:
+    """Check the ledger that settings name before they are used: its records, and what it is compared with.
 
     Args:
         site: the silo's folder.
@@ -134,21 +139,20 @@ def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = Non
         guard=Guard(existing_anchors, sent_chains(site.outbox)),
     )
     head_digest, num_entries, digests = ledger.head
+    if anchor is None:
+        return
     # A folder made here would be where the disk is not mounted.
-    if anchor and not anchor.parent.is_dir():
+    if not anchor.parent.is_dir():
         raise unwritable(anchor, FileNotFoundError(ENOENT, "no such folder"))
-    if anchor and not anchor.exists():
-        try:
-            write_atomic(
-                anchor,
-                Anchor(num_entries=num_entries, head_digest=head_digest).encode(),
-                mode=0o600,
-            )
-        except OSError as error:
-            raise unwritable(anchor, error) from error
-    # It exists already. It may be behind this ledger, and is then brought up to it, but must not contradict it.
-    elif anchor:
+    if anchor.exists():
+        # It may be behind this ledger, and is then brought up to it, but must not contradict it.
         Guard((anchor,)).hold(ledger.genesis, digests)
+        return
+    head = Anchor(num_entries=num_entries, head_digest=head_digest)
+    try:
+        write_atomic(anchor, head.encode(), mode=0o600)
+    except OSError as error:
+        raise unwritable(anchor, error) from error
 
 
 def open_ledger(site: Site, policy: Policy) -> Ledger:
@@ -162,9 +166,14 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     path = site.ledger_path
     require_file(path, "this site's privacy ledger", MADE_BY_INIT)
     # This site's own statement as its policy is now, which may be stricter than the one that was written down.
-    sites = _read(path).with_site(_statement(site, settings, policy))
-    guard = _guard(site, settings, sites)
-    return Ledger(path, budget=sites.budget, unit=sites.unit, guard=guard)
+    statement = _statement(site, settings, policy)
+    sites = _read(path).with_site(statement)
+    return Ledger(
+        path,
+        budget=sites.budget,
+        unit=sites.unit,
+        guard=_guard(site, settings, sites),
+    )
 
 
 def note_site(site: Site, policy: Policy) -> None:
@@ -173,7 +182,8 @@ def note_site(site: Site, policy: Policy) -> None:
     # Sites of one holder write the same file: without the lock one statement could overwrite another.
     with lock_file(path.with_name(f"{_SITES}.lock")):
         sites = _read(path)
-        updated = sites.with_site(_statement(site, site.settings(), policy))
+        statement = _statement(site, site.settings(), policy)
+        updated = sites.with_site(statement)
         if updated != sites:
             write_atomic(path.with_name(_SITES), updated.encode(), mode=0o600)
 
@@ -205,4 +215,5 @@ def _read(ledger: Path) -> Sites:
     path = ledger.with_name(_SITES)
     if not path.exists():
         return Sites()
-    return Sites.parse(read_bounded(path, _MAX_BYTES), subject=_SITES)
+    data = read_bounded(path, _MAX_BYTES)
+    return Sites.parse(data, subject=_SITES)

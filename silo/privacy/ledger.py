@@ -131,12 +131,7 @@ class Ledger:
             entry = _debit_of(entries, plan_digest, dataset_digest)
             if entry is not None:
                 # A plan is signed, so that other terms under its digest mean a changed computation, not a new plan.
-                debit = _as_debit(entry)
-                if debit.unit != unit or not are_same_mechanisms(debit.mechanisms, mechanisms):
-                    paid = describe_mechanisms(debit.unit, debit.mechanisms)
-                    expected = f"{paid}, as first debited for this plan"
-                    got = describe_mechanisms(unit, mechanisms)
-                    raise LedgerError("ledger", expected=expected, got=got)
+                _check_same_terms(_as_debit(entry), unit, mechanisms)
                 return entry
             self._check_budget(entries, mechanisms)
             debit = Debit(
@@ -179,9 +174,11 @@ class Ledger:
             LedgerError: no debit covers it, it was drawn before, or the ledger is damaged.
         """
         with self._locked() as entries:
-            debits = _debit_entries(entries)
-            covering = [entry for entry in debits if entry.digest == debit.digest]
-            if not covering or kind not in _as_debit(covering[0]).mechanisms:
+            paid_kinds: set[PaidKind] = set()
+            for entry in _debit_entries(entries):
+                if entry.digest == debit.digest:
+                    paid_kinds.update(_as_debit(entry).mechanisms)
+            if kind not in paid_kinds:
                 expected = f"a debit of {kind} with digest {debit.digest[:16]} in this ledger"
                 raise LedgerError("draw", expected=expected, got="no such debit")
             # Two draws of one statistic halve its noise, so that the debit would state too little.
@@ -210,7 +207,8 @@ class Ledger:
 
     def has_drawn(self, draw_digest: str) -> bool:
         """Whether the ledger records a draw with this digest."""
-        return any(draw.draw_digest == draw_digest for draw in _draws(self.entries))
+        draws = _draws(self.entries)
+        return any(draw.draw_digest == draw_digest for draw in draws)
 
     def verify(self) -> None:
         """Check every line, the chain and the head.
@@ -236,12 +234,12 @@ class Ledger:
 
     def spent(self, plan_digest: str | None = None) -> tuple[float, float]:
         """Return the (epsilon, delta) of everything spent, or of one plan, at the budget's delta."""
-        with self._locked() as entries:
-            debits = [_as_debit(entry) for entry in _debit_entries(entries)]
-        if plan_digest is not None:
-            debits = [debit for debit in debits if debit.plan_digest == plan_digest]
-        steps = [_step(debit.mechanisms) for debit in debits]
-        return adaptive_epsilon(steps, self.budget.delta), self.budget.delta
+        steps = []
+        for debit in _debits(self.entries):
+            if plan_digest is None or debit.plan_digest == plan_digest:
+                steps.append(_step(debit.mechanisms))
+        delta = self.budget.delta
+        return adaptive_epsilon(steps, delta), delta
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -255,18 +253,19 @@ class Ledger:
         self, entries: tuple[Entry, ...], mechanisms: Mapping[PaidKind, Mechanism]
     ) -> None:
         # A debit without room for its draws would spend epsilon for statistics that can never be recorded.
-        if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
-            expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
+        num_draws = len(mechanisms)
+        if len(entries) + 1 + num_draws > MAX_RECORDS:
+            expected = f"room for a debit and {num_draws} draws within {MAX_RECORDS} records"
             raise LedgerError("ledger", expected=expected, got=f"{len(entries)} records")
-        debits = [_as_debit(entry) for entry in _debit_entries(entries)]
-        steps = [_step(debit.mechanisms) for debit in debits]
+        budget = self.budget
+        steps = [_step(debit.mechanisms) for debit in _debits(entries)]
         steps.append(_step(mechanisms))
-        epsilon = adaptive_epsilon(steps, self.budget.delta)
+        epsilon = adaptive_epsilon(steps, budget.delta)
         # Not `>`, so that an epsilon that is no number is refused.
-        if not epsilon <= self.budget.epsilon * _SLACK:
+        if not epsilon <= budget.epsilon * _SLACK:
             raise BudgetError(
                 "privacy ledger",
-                expected=f"epsilon of at most {self.budget.epsilon:g} at delta {self.budget.delta:g} in all",
+                expected=f"epsilon of at most {budget.epsilon:g} at delta {budget.delta:g} in all",
                 got=f"{epsilon:.4g} with this plan",
             )
 
@@ -285,9 +284,8 @@ class Ledger:
         # file to lock, waits here as well. Each entry is checked against the unit again, since the policy may have
         # changed.
         with self._guard.locked(), self._chain.locked_entries() as entries:
-            for entry in _debit_entries(entries):
-                subject = f"ledger record {entry.record.number}"
-                check_unit(subject, _as_debit(entry).unit, self.unit)
+            for debit in _debits(entries):
+                check_unit(f"ledger record {debit.number}", debit.unit, self.unit)
             yield entries
 
     def check(self, digests: Sequence[str]) -> None:
@@ -322,7 +320,25 @@ def make_ledger(path: Path) -> None:
 
 def _last_digest(entries: tuple[Entry, ...]) -> str:
     """Return the digest that the next record names as the one before it."""
-    return entries[-1].digest if entries else _GENESIS
+    if not entries:
+        return _GENESIS
+    return entries[-1].digest
+
+
+def _check_same_terms(
+    debit: Debit,
+    unit: Unit,
+    mechanisms: Mapping[PaidKind, Mechanism],
+) -> None:
+    """Refuse to take a debit for terms that it does not pay for."""
+    if debit.unit == unit and are_same_mechanisms(debit.mechanisms, mechanisms):
+        return
+    paid = describe_mechanisms(debit.unit, debit.mechanisms)
+    raise LedgerError(
+        "ledger",
+        expected=f"{paid}, as first debited for this plan",
+        got=describe_mechanisms(unit, mechanisms),
+    )
 
 
 def _debit_entries(entries: tuple[Entry, ...]) -> Iterator[Entry]:
@@ -336,11 +352,19 @@ def _as_debit(entry: Entry) -> Debit:
     return entry.record
 
 
+def _debits(entries: tuple[Entry, ...]) -> Iterator[Debit]:
+    return (_as_debit(entry) for entry in _debit_entries(entries))
+
+
 def _draws(entries: tuple[Entry, ...]) -> Iterator[Draw]:
     return (entry.record for entry in entries if isinstance(entry.record, Draw))
 
 
-def _debit_of(entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str) -> Entry | None:
+def _debit_of(
+    entries: tuple[Entry, ...],
+    plan_digest: str,
+    dataset_digest: str,
+) -> Entry | None:
     for entry in _debit_entries(entries):
         debit = _as_debit(entry)
         if debit.plan_digest == plan_digest and debit.dataset_digest == dataset_digest:

@@ -22,9 +22,9 @@ from ddm.privacy.noise import OS_NOISE, Noise, one_per_unit
 from ddm.protocol.base import sha256_file
 from ddm.protocol.statistics import StatisticKind
 from ddm.statistics.base import Statistic, StatisticSource
-from ddm.statistics.cost import paid_mechanisms
 from ddm.statistics.of_plan import statistics_of
 from silo.privacy.ledger import Ledger
+from silo.privacy.spending import PlannedSpending
 
 # Shape legend: U units.
 
@@ -61,13 +61,21 @@ def draw_statistic(
         expected = f"a statistic of {' or '.join(statistics)}"
         raise PolicyError(f"plan {source.plan.plan_id}", expected=expected, got=kind)
     # All that may fail comes before the debit, which cannot be taken back.
-    draw = statistics[kind].prepare(source)
+    statistic = statistics[kind]
+    draw = statistic.prepare(source)
 
     def make_tensors() -> Mapping[str, Tensor]:
-        return draw(_chosen_records(source, num_units, noise), noise)
+        record_U = _chosen_records(source, num_units, noise)
+        return draw(record_U, noise)
 
-    path = folder / statistics[kind].file_name
-    _draw_once(statistics[kind], source, ledger, path, make_tensors)
+    spending = PlannedSpending(
+        source.plan,
+        source.plan_digest,
+        source.dataset_digest,
+        num_units,
+    )
+    path = folder / statistic.file_name
+    _draw_once(statistic, spending, ledger, path, make_tensors)
     return path
 
 
@@ -87,8 +95,9 @@ def _check_units(source: StatisticSource) -> int:
     present_U = torch.unique(source.unit_N)  # ascending
     has_no_gap = torch.equal(present_U, torch.arange(num_units))
     is_complete = len(source.unit_N) == num_records and has_no_gap
-    one_each = source.plan.statistics.unit != "image" or num_units == num_records
-    if not is_complete or not one_each:
+    counts_patients = source.plan.statistics.unit != "image"
+    is_one_image_a_unit = num_units == num_records
+    if not is_complete or not (counts_patients or is_one_image_a_unit):
         expected = f"units 0, 1, 2, ... without a gap for {num_records} images, each once if the unit is the image"
         got = f"{len(present_U)} different units up to {num_units - 1} for {len(source.unit_N)} images"
         raise DataError("privacy units", expected=expected, got=got)
@@ -97,13 +106,12 @@ def _check_units(source: StatisticSource) -> int:
 
 def _draw_once(
     statistic: Statistic,
-    source: StatisticSource,
+    spending: PlannedSpending,
     ledger: Ledger,
     path: Path,
     make_tensors: Callable[[], Mapping[str, Tensor]],
 ) -> None:
     """Debit the plan, draw where nothing was drawn for this debit yet, and write the draw to `path`."""
-    plan = source.plan
     # Two workers of one site must not both find nothing drawn, draw twice, and record one of the two.
     with ledger.drawing():
         # A statistic without its draw in the ledger was drawn after the copy of the ledger that is here now.
@@ -115,13 +123,7 @@ def _draw_once(
                 remedy="Restore the newest ledger with its draws from backup; nothing is drawn until then.",
             )
         # After a crash this returns the debit of the first attempt; see `Ledger.spend`.
-        debit = ledger.spend(
-            plan.plan_id,
-            source.plan_digest,
-            source.dataset_digest,
-            plan.statistics.unit,
-            paid_mechanisms(plan, int(source.unit_N.max()) + 1),
-        )
+        debit = spending.pay_from(ledger)
         drawn_path = ledger.draws / f"{debit.digest}.{statistic.file_name}"
         recorded_digest = ledger.draw_of(debit, statistic.kind)
         if recorded_digest is None:
@@ -129,13 +131,31 @@ def _draw_once(
             if not drawn_path.exists():
                 save_tensors(drawn_path, make_tensors())
             ledger.record_draw(debit, statistic.kind, sha256_file(drawn_path))
-        elif not drawn_path.exists() or sha256_file(drawn_path) != recorded_digest:
-            got = "a file with another digest" if drawn_path.exists() else "no file"
-            raise LedgerError(
-                f"draw of {statistic.kind}",
-                expected="the file that was drawn for its debit",
-                got=got,
-                remedy="Restore draws/ beside the ledger. Drawing again would need a new debit, so a new plan.",
-            )
+        else:
+            _check_drawn(drawn_path, recorded_digest, statistic)
         # Only now may anybody use the draw: it is durable and recorded, so that no crash can lead to a second one.
         write_atomic(path, drawn_path.read_bytes())
+
+
+def _check_drawn(
+    path: Path,
+    recorded_digest: str,
+    statistic: Statistic,
+) -> None:
+    """Refuse a file that is not the draw that the ledger records.
+
+    Raises:
+        LedgerError: it is another file, or is gone.
+    """
+    if not path.exists():
+        got = "no file"
+    elif sha256_file(path) != recorded_digest:
+        got = "a file with another digest"
+    else:
+        return
+    raise LedgerError(
+        f"draw of {statistic.kind}",
+        expected="the file that was drawn for its debit",
+        got=got,
+        remedy="Restore draws/ beside the ledger. Drawing again would need a new debit, so a new plan.",
+    )

@@ -35,6 +35,7 @@ from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.expert import stated_privacy
 from silo.privacy.ledger import Ledger
+from silo.privacy.spending import PlannedSpending
 from silo.worker.training import find_parts
 
 
@@ -80,7 +81,13 @@ def write_draft(
     parts = find_parts(plan, files, work, terms.silo_id)
     records = [work.record(part.expert_id) for part in parts]
     num_units = records[0].num_units
-    privacy = stated_privacy(plan, ledger, accepted.digest, terms.dataset_digest, num_units)
+    spending = PlannedSpending(
+        plan,
+        accepted.digest,
+        terms.dataset_digest,
+        num_units,
+    )
+    privacy = stated_privacy(spending, ledger)
     # Where one expert learns all images and the unit is an image, its number is the silo's public number of units. Any
     # other number of images would be an exact count that no epsilon pays for.
     with_images = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"

@@ -33,6 +33,7 @@ from silo.privacy import holder
 from silo.privacy.expert import PaidTraining, pay_for_training
 from silo.privacy.holder import note_site
 from silo.privacy.ledger import Ledger
+from silo.privacy.spending import PlannedSpending
 from silo.privacy.statistics import draw_statistic
 from silo.worker.training import num_classes
 
@@ -135,7 +136,13 @@ def debit_training(
     if accepted.plan.expert.privacy is None:
         return None
     ledger = open_ledger(site, policy)
-    return pay_for_training(accepted.plan, accepted.digest, cohort.digest, cohort.num_units, ledger)
+    spending = PlannedSpending(
+        accepted.plan,
+        accepted.digest,
+        cohort.digest,
+        cohort.num_units,
+    )
+    return pay_for_training(spending, ledger)
 
 
 def assign_images(

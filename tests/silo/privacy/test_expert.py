@@ -17,6 +17,7 @@ from silo.plan.policy import broken_rules
 from silo.privacy.account import account
 from silo.privacy.expert import PaidTraining, pay_for_training, stated_privacy
 from silo.privacy.ledger import Ledger, make_ledger
+from silo.privacy.spending import PlannedSpending
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 from tests.support.errors import has_subject
@@ -61,8 +62,12 @@ def ledger_of(folder: Path, epsilon: float = 10.0) -> Ledger:
     )
 
 
+def spending_on(dataset_digest: str, num_units: int = NUM_UNITS) -> PlannedSpending:
+    return PlannedSpending(PLAN, PLAN.digest, dataset_digest, num_units)
+
+
 def paid(ledger: Ledger) -> PaidTraining:
-    return pay_for_training(PLAN, PLAN.digest, DATA, NUM_UNITS, ledger)
+    return pay_for_training(spending_on(DATA), ledger)
 
 
 def test_training_that_starts_again_spends_nothing_again(tmp_path: Path) -> None:
@@ -158,7 +163,7 @@ def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_
 ) -> None:
     ledger = ledger_of(tmp_path / "site")
     training = paid(ledger)
-    stated = stated_privacy(PLAN, ledger, PLAN.digest, DATA, NUM_UNITS)
+    stated = stated_privacy(spending_on(DATA), ledger)
     assert isinstance(stated, DpSgdPrivacy)
     assert stated.noise_multiplier == training.mechanism.noise_multiplier
     check_privacy(PLAN, submitted(stated), NUM_UNITS)
@@ -182,20 +187,18 @@ def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_
 def test_submission_states_the_noise_that_was_paid_for_on_its_own_data(tmp_path: Path) -> None:
     """Trained on A, on B, which has more units, and on A again."""
     ledger = ledger_of(tmp_path / "site", epsilon=20.0)
-    sizes = {DATA: NUM_UNITS, "e" * 64: 2 * NUM_UNITS}
-    paid_for = {
-        data: pay_for_training(PLAN, PLAN.digest, data, num, ledger) for data, num in sizes.items()
-    }
-    assert (
-        pay_for_training(PLAN, PLAN.digest, DATA, NUM_UNITS, ledger).debit == paid_for[DATA].debit
-    )
-    for data, num in sizes.items():
-        stated = stated_privacy(PLAN, ledger, PLAN.digest, data, num)
+    first = spending_on(DATA)
+    second = spending_on("e" * 64, num_units=2 * NUM_UNITS)
+    trainings = [(spending, pay_for_training(spending, ledger)) for spending in (first, second)]
+    assert pay_for_training(first, ledger).debit == first.debit_in(ledger)
+    for spending, training in trainings:
+        stated = stated_privacy(spending, ledger)
         assert isinstance(stated, DpSgdPrivacy)
-        with case(data):
-            assert stated.noise_multiplier == paid_for[data].mechanism.noise_multiplier
+        with case(spending.dataset_digest):
+            assert training.debit == spending.debit_in(ledger)
+            assert stated.noise_multiplier == training.mechanism.noise_multiplier
     with pytest.raises(LedgerError, check=has_subject("private training")):
-        stated_privacy(PLAN, ledger, PLAN.digest, "f" * 64, NUM_UNITS)
+        stated_privacy(spending_on("f" * 64), ledger)
 
 
 def test_debit_pays_for_the_noise_of_the_number_of_units_that_there_are() -> None:
