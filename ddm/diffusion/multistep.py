@@ -66,7 +66,8 @@ class SolverMemory:
 
     def forget(self, changed_B: Tensor) -> "SolverMemory":
         """Return the memory without the estimates of the samples that changed."""
-        return replace(self, is_valid_B=self.is_valid_B & ~changed_B)
+        is_valid_B = self.is_valid_B & ~changed_B
+        return replace(self, is_valid_B=is_valid_B)
 
 
 def dpm_step(
@@ -89,26 +90,33 @@ def dpm_step(
     t_B = filled(x_B, t)
     u_B = velocity(x_B, t_B)
     x_0_B, _ = x_0_and_eps(path, x_B, u_B, t_B)
-    held_B = x_0_B
+    # D, which is constant during the step.
+    constant_x_0_B = x_0_B
     if memory.previous is not None:
         lambda_here = _log_snr(path, t)
         lambda_next = _log_snr(path, t_next)
         lambda_before = _log_snr(path, memory.previous.t)
         # Without these a step at t = 1 or to t = 0 would extrapolate over an infinite distance.
         if isfinite(lambda_here) and isfinite(lambda_next) and isfinite(lambda_before):
-            share = (lambda_next - lambda_here) / (2 * (lambda_here - lambda_before))
+            step = lambda_next - lambda_here
+            step_before = lambda_here - lambda_before
+            share = step / (2 * step_before)
             # A sample that changed its expert has no estimate before: its share is 0, and its step of first order.
             share_B = memory.is_valid_B.to(x_B) * share
             change_B = x_0_B - memory.previous.x_0_B
-            held_B = x_0_B + expand_time(share_B, x_B) * change_B
+            constant_x_0_B = x_0_B + expand_time(share_B, x_B) * change_B
 
     # The exact solution of the linear part, over the whole step; sigma is above 0 wherever a step begins.
     alpha, sigma = _coefficients(path, t)
     alpha_next, sigma_next = _coefficients(path, t_next)
     shrink = sigma_next / sigma
-    x_next_B = shrink * x_B + (alpha_next - alpha * shrink) * held_B
-    is_valid_B = torch.ones_like(memory.is_valid_B)
-    return x_next_B, SolverMemory(is_valid_B, StepEstimate(x_0_B, t))
+    weight_of_x_0 = alpha_next - alpha * shrink
+    x_next_B = shrink * x_B + weight_of_x_0 * constant_x_0_B
+    next_memory = SolverMemory(
+        is_valid_B=torch.ones_like(memory.is_valid_B),
+        previous=StepEstimate(x_0_B, t),
+    )
+    return x_next_B, next_memory
 
 
 def _log_snr(path: Path, t: float) -> float:

@@ -35,12 +35,14 @@ class _VariancePreserving:
         """See `ddm.diffusion.path.Path.alpha`."""
         # alpha^2 = 1 / (1 + (sigma / alpha)^2), where (sigma / alpha)^2 = exp(2 r).
         log_ratio = self.log_ratio(t)
-        return torch.sigmoid(-2 * log_ratio).sqrt()
+        alpha_squared = torch.sigmoid(-2 * log_ratio)
+        return alpha_squared.sqrt()
 
     def sigma(self, t: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.sigma`."""
         log_ratio = self.log_ratio(t)
-        return torch.sigmoid(2 * log_ratio).sqrt()
+        sigma_squared = torch.sigmoid(2 * log_ratio)
+        return sigma_squared.sqrt()
 
     def d_alpha(self, t: Tensor) -> Tensor:
         """``-r' alpha sigma^2``."""
@@ -90,14 +92,14 @@ class DiscretePath(_VariancePreserving):
 
     def log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.log_ratio`."""
-        position, step_before, low, rise = self._segment(t)
-        log_ratio = low + (position - step_before) * rise
+        segment = self._segment(t)
+        log_ratio = segment.low + segment.fraction * segment.rise
         return log_ratio.to(t)
 
     def d_log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.d_log_ratio`."""
-        _, _, _, rise = self._segment(t)
-        d_log_ratio = (self.num_steps - 1) * rise
+        segment = self._segment(t)
+        d_log_ratio = (self.num_steps - 1) * segment.rise
         return d_log_ratio.to(t)
 
     def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -106,27 +108,48 @@ class DiscretePath(_VariancePreserving):
         ratio = sigma.double().log() - alpha.double().log()
         step_after = torch.searchsorted(ratio_S, ratio.contiguous(), right=True)
         # Beyond the first and last step, their segments are extended.
-        step_before = (step_after - 1).clamp(0, self.num_steps - 2)
+        last_segment = self.num_steps - 2
+        step_before = (step_after - 1).clamp(0, last_segment)
         low = ratio_S[step_before]
         rise = ratio_S[step_before + 1] - low
-        position = step_before + (ratio - low) / rise
-        t = position / (self.num_steps - 1)
+        fraction = (ratio - low) / rise
+        t = (step_before + fraction) / (self.num_steps - 1)
         return t.to(alpha)
 
-    def _segment(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return t in steps, the step before, the ratio there, and its rise to the next step; all but it float64."""
+    def _segment(self, t: Tensor) -> "_Segment":
+        """Return the segment between two steps in which t lies."""
         ratio_S = self._log_ratio_of_steps(t)
         position = (self.num_steps - 1) * t.double()
         # Without a gradient: within a segment the step before is constant.
         whole_steps = position.detach().floor()
-        step_before = whole_steps.clamp(0, self.num_steps - 2).long()
+        last_segment = self.num_steps - 2
+        step_before = whole_steps.clamp(0, last_segment).long()
         low = ratio_S[step_before]
-        rise = ratio_S[step_before + 1] - low
-        return position, step_before, low, rise
+        high = ratio_S[step_before + 1]
+        return _Segment(
+            fraction=position - step_before,
+            low=low,
+            rise=high - low,
+        )
 
     def _log_ratio_of_steps(self, like: Tensor) -> Tensor:
         ratio_S = _log_ratios(self.betas, self.first, self.last, self.num_steps)
         return ratio_S.to(like.device)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A place between two steps of a discrete path; all float64.
+
+    Attributes:
+        fraction: how far behind the step before, in steps.
+        low: the log ratio at the step before.
+        rise: from there to the next step.
+    """
+
+    fraction: Tensor
+    low: Tensor
+    rise: Tensor
 
 
 @dataclass(frozen=True)
@@ -154,8 +177,9 @@ class KarrasPath(_VariancePreserving):
     def d_log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.d_log_ratio`."""
         low, high = self._ends
-        root = low + t * (high - low)
-        return self.rho * (high - low) / root
+        rise = high - low
+        root = low + t * rise
+        return self.rho * rise / root
 
     def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.time_of`; below 0 for ratios below `sigma_min`, above 1 beyond `sigma_max`."""
@@ -181,12 +205,17 @@ def _betas(
     if kind == "linear":
         return torch.linspace(first, last, num_steps, dtype=torch.float64)
     if kind == "scaled_linear":
-        roots_S = torch.linspace(first**0.5, last**0.5, num_steps, dtype=torch.float64)
+        first_root = first**0.5
+        last_root = last**0.5
+        roots_S = torch.linspace(first_root, last_root, num_steps, dtype=torch.float64)
         return roots_S.square()
-    t = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
+    # The cosine schedule states alpha_n^2 itself, and the betas are what leads from one step to the next.
+    steps = torch.arange(num_steps + 1, dtype=torch.float64)
+    t = steps / num_steps
     shifted = (t + _COSINE_OFFSET) / (1 + _COSINE_OFFSET)
     alpha_bar = torch.cos(pi / 2 * shifted).square()
-    betas_S = 1 - alpha_bar[1:] / alpha_bar[:-1]
+    alpha_bar_before = alpha_bar[:-1]
+    betas_S = 1 - alpha_bar[1:] / alpha_bar_before
     # The last beta would be 1: no data would be left, and the logarithm of the ratio would be infinite.
     return betas_S.clamp(max=_MAX_BETA)
 
@@ -201,6 +230,7 @@ def _log_ratios(
     """``log(sigma / alpha)`` of every step, float64, on the CPU."""
     betas_S = _betas(kind, first, last, num_steps)
     # By log1p and expm1, since alpha^2 is next to 1 in the first steps.
-    log_alpha_2 = torch.cumsum(torch.log1p(-betas_S), 0)
-    sigma_2 = -torch.expm1(log_alpha_2)
-    return (torch.log(sigma_2) - log_alpha_2) / 2
+    log_step_S = torch.log1p(-betas_S)
+    log_alpha_squared = torch.cumsum(log_step_S, 0)
+    sigma_squared = -torch.expm1(log_alpha_squared)
+    return (torch.log(sigma_squared) - log_alpha_squared) / 2

@@ -58,7 +58,8 @@ class Network(nn.Module):
     def embed(self, x_BCHW: Tensor) -> Tensor:
         """Return the features, shape (B, 64), before their ReLU."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x_BCHW = F.relu(norm(convolution(x_BCHW)))
+            convolved_BCHW = convolution(x_BCHW)
+            x_BCHW = F.relu(norm(convolved_BCHW))
         pooled = F.adaptive_avg_pool2d(x_BCHW, _POOLED_SIDE)
         embedded: Tensor = self.features(pooled.flatten(1))
         return embedded
@@ -136,12 +137,19 @@ class Classifier:
         header = read_header(path, max_bytes=MAX_FILE_BYTES)
         channels, num_classes = _network_size(header)
         expected = _expected_tensors(channels, num_classes)
-        tensors = load_tensors(path, expected, max_bytes=MAX_FILE_BYTES, max_abs=_MAX_WEIGHT)
+        tensors = load_tensors(
+            path,
+            expected,
+            max_bytes=MAX_FILE_BYTES,
+            max_abs=_MAX_WEIGHT,
+        )
         shape = tensors.pop(_SHAPE).tolist()
         value_range = tensors.pop(_RANGE).tolist()
-        digest = tensors.pop(_TRAINED_ON).tolist()
+        digest_bytes = tensors.pop(_TRAINED_ON).tolist()
+        # What is left are the weights.
         net = Network(channels, num_classes)
         net.load_state_dict(tensors)
+        net.eval().requires_grad_(False)
         try:
             data = DataSpec(shape=tuple(shape), range=tuple(value_range))
         except ValueError as error:
@@ -150,7 +158,7 @@ class Classifier:
                 expected="the shape and range of images",
                 got=str(shape),
             ) from error
-        return cls(net.eval().requires_grad_(False), data, bytes(digest).hex())
+        return cls(net, data, trained_on=bytes(digest_bytes).hex())
 
 
 def _network_size(header: Mapping[str, TensorSpec]) -> tuple[int, int]:
@@ -177,7 +185,9 @@ def _expected_tensors(channels: int, num_classes: int) -> dict[str, TensorSpec]:
     # Only shapes are needed; the meta device allocates nothing.
     with torch.device("meta"):
         weights = Network(channels, num_classes).state_dict()
-    expected = {name: spec_of(weight) for name, weight in weights.items()}
+    expected = {}
+    for name, weight in weights.items():
+        expected[name] = spec_of(weight)
     expected[_SHAPE] = TensorSpec("I64", (3,))
     expected[_RANGE] = TensorSpec("F64", (2,))
     expected[_TRAINED_ON] = TensorSpec("U8", (32,))
@@ -209,26 +219,33 @@ def train_classifier(
         ShapeError: images of another shape, or another number of labels.
         DataError: volumes, one class only, or labels that are no classes.
     """
+    num_images = len(images)
     num_classes = _check_training_data(images, labels, data)
-    steps_an_epoch = max(1, len(images) // _BATCH_SIZE)
+    steps_an_epoch = max(1, num_images // _BATCH_SIZE)
     num_steps = min(num_steps, _MAX_EPOCHS * steps_an_epoch)
+    batch_size = min(_BATCH_SIZE, num_images)
     generator = torch.Generator().manual_seed(seed)
     # Layers draw their weights from the global generator, whose state belongs to the caller.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = Network(data.shape[0], num_classes)
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=num_steps)
-    order_N = torch.empty(0, dtype=torch.int64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=4e-3,
+        total_steps=num_steps,
+    )
+    # The images that this epoch has not used yet, in random order.
+    unused_N = torch.empty(0, dtype=torch.int64)
     for step in range(num_steps):
         # The rest of an epoch that fills no batch is dropped.
-        if len(order_N) < min(_BATCH_SIZE, len(images)):
-            order_N = torch.randperm(len(images), generator=generator)
-        batch_B = order_N[:_BATCH_SIZE]
-        order_N = order_N[_BATCH_SIZE:]
+        if len(unused_N) < batch_size:
+            unused_N = torch.randperm(num_images, generator=generator)
+        batch_B = unused_N[:batch_size]
+        unused_N = unused_N[batch_size:]
         scaled = _scaled(images[batch_B].float(), data)
-        logits = net(_shift(scaled, generator))
-        loss = F.cross_entropy(logits, labels[batch_B])
+        shifted = _shift(scaled, generator)
+        loss = F.cross_entropy(net(shifted), labels[batch_B])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -244,19 +261,24 @@ def _check_training_data(
     labels: Tensor,
     data: DataSpec,
 ) -> int:
-    """Return the number of classes."""
+    """Check images and labels; return the number of classes."""
     has_shape = tuple(images.shape[1:]) == data.shape
     if not has_shape or len(labels) != len(images):
-        expected = f"shape (N, {data.shape}) and N labels"
-        got = f"images {tuple(images.shape)} and {len(labels)} labels"
-        raise ShapeError("training images", expected=expected, got=got)
+        raise ShapeError(
+            "training images",
+            expected=f"shape (N, {data.shape}) and N labels",
+            got=f"images {tuple(images.shape)} and {len(labels)} labels",
+        )
+    lowest_label = int(labels.min())
     num_classes = int(labels.max()) + 1
     are_images = len(data.shape) == 3 and data.shape[0] in (1, 3)
-    are_classes = int(labels.min()) >= 0 and 2 <= num_classes <= MAX_CLASSES
+    are_classes = lowest_label >= 0 and 2 <= num_classes <= MAX_CLASSES
     if not (are_images and are_classes):
-        expected = f"1 or 3 channels, 2 to {MAX_CLASSES} classes from 0"
-        got = f"{num_classes} classes, shape {data.shape}"
-        raise DataError("training images", expected=expected, got=got)
+        raise DataError(
+            "training images",
+            expected=f"1 or 3 channels, 2 to {MAX_CLASSES} classes from 0",
+            got=f"{num_classes} classes, shape {data.shape}",
+        )
     return num_classes
 
 
@@ -279,9 +301,11 @@ def _scaled(images: Tensor, data: DataSpec) -> Tensor:
 def _shift(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
     """Shift a batch by whole pixels, the same for all its images; the darkest value comes in at the edge."""
     height, width = x_BCHW.shape[2:]
-    max_shift = max(1, min(height, width) // 8)
+    shorter_side = min(height, width)
+    max_shift = max(1, shorter_side // 8)
     num_places = 2 * max_shift + 1
-    top, left = torch.randint(num_places, (2,), generator=generator).tolist()
+    place = torch.randint(num_places, (2,), generator=generator)
+    top, left = place.tolist()
     # The darkest value of a scaled image.
     padded = F.pad(x_BCHW, (max_shift,) * 4, value=-1.0)
     rows = slice(top, top + height)

@@ -126,7 +126,8 @@ def frechet_terms(
     for block_BD in torch.split(features_ND, BLOCK):
         centred_BD = block_BD.double() - own.mean_D
         linear_B = centred_BD @ linear_D
-        quadratic_B = ((centred_BD @ quadratic_DD) * centred_BD).sum(1)
+        mapped_BD = centred_BD @ quadratic_DD
+        quadratic_B = (mapped_BD * centred_BD).sum(1)
         terms.append(linear_B + quadratic_B)
     return torch.cat(terms)
 
@@ -159,7 +160,9 @@ def fid_infinity_of(
         sample_halves = _random_halves(samples_ND, generator)
         reference_halves = _random_halves(reference_MD, generator)
         for samples, reference in zip(sample_halves, reference_halves, strict=True):
-            half_distance = frechet_distance(Moments.of(samples), Moments.of(reference))
+            sample_moments = Moments.of(samples)
+            reference_moments = Moments.of(reference)
+            half_distance = frechet_distance(sample_moments, reference_moments)
             half_distances.append(half_distance)
     mean_of_halves = sum(half_distances) / len(half_distances)
     # The bias is proportional to 1 / N: that of a half is twice that of the whole.
@@ -167,6 +170,7 @@ def fid_infinity_of(
 
 
 def _random_halves(features_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return two random halves; of an odd number of features one is in neither."""
     order_N = torch.randperm(len(features_ND), generator=generator)
     half = len(features_ND) // 2
     first_half = features_ND[order_N[:half]]

@@ -84,20 +84,27 @@ def compare_with_itself(
     nearest_N = torch.empty(num, dtype=torch.float64)
     kernel_N = torch.empty(num, dtype=torch.float64)
     for start, product_BN in _products(features_ND, features_ND):
-        block = slice(start, start + len(product_BN))
-        row_B = torch.arange(len(product_BN))
+        num_rows = len(product_BN)
+        block = slice(start, start + num_rows)
+        row_B = torch.arange(num_rows)
+        own_column_B = start + row_B
         # Each feature is its own nearest neighbour, and is left out.
         kernel_BN = _kernel(product_BN, dim)
-        kernel_BN[row_B, start + row_B] = 0.0
+        kernel_BN[row_B, own_column_B] = 0.0
         squared_BN = _squared_distances(product_BN, energy_N[block], energy_N)
-        squared_BN[row_B, start + row_B] = torch.inf
+        squared_BN[row_B, own_column_B] = torch.inf
         nearest_BK = squared_BN.topk(k, dim=1, largest=False).values
         radius_N[block] = nearest_BK[:, -1]
         nearest_N[block] = nearest_BK[:, 0]
         kernel_N[block] = kernel_BN.sum(1)
         if on_block:
-            on_block(len(product_BN))
-    return SelfComparison(radius_N, nearest_N, kernel_N, k)
+            on_block(num_rows)
+    return SelfComparison(
+        radius_N=radius_N,
+        nearest_N=nearest_N,
+        kernel_N=kernel_N,
+        k=k,
+    )
 
 
 def compare_sets(
@@ -145,10 +152,12 @@ def compare_sets(
         in_reference_ball_BM = squared_BM <= reference.radius_N
         both.inside_N[block] = in_reference_ball_BM.any(1)
         both.balls_N[block] = in_reference_ball_BM.sum(1)
-        both.covered_M.logical_or_(in_reference_ball_BM.any(0))
+        is_covered_M = in_reference_ball_BM.any(0)
+        both.covered_M.logical_or_(is_covered_M)
 
         in_sample_ball_BM = squared_BM <= samples.radius_N[block, None]
-        both.recalled_M.logical_or_(in_sample_ball_BM.any(0))
+        is_recalled_M = in_sample_ball_BM.any(0)
+        both.recalled_M.logical_or_(is_recalled_M)
         if on_block:
             on_block(len(product_BM))
     return both
@@ -167,7 +176,9 @@ def kernel_distance(
     own_M = reference.kernel_N / (num_reference - 1)
     other_N = both.kernel_N / num_reference
     other_M = both.kernel_M / num
-    value = own_N.mean() + own_M.mean() - 2 * other_N.mean()
+    within_sets = own_N.mean() + own_M.mean()
+    between_sets = other_N.mean()
+    value = within_sets - 2 * between_sets
     term_N = 2 * (own_N - other_N)
     term_M = 2 * (own_M - other_M)
     return float(value), (term_N, term_M)
@@ -227,7 +238,8 @@ def nearest_in_blocks(
 def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield where each block of rows begins, and its inner products with all of b, shape (B, M), float64."""
     num_others = len(b_MD)
-    num_rows = max(1, _BLOCK_BYTES // (8 * num_others))
+    row_bytes = 8 * num_others
+    num_rows = max(1, _BLOCK_BYTES // row_bytes)
     for start in range(0, len(a_ND), num_rows):
         block_BD = a_ND[start : start + num_rows].double()
         product_BM = torch.empty(len(block_BD), num_others, dtype=torch.float64)
@@ -240,14 +252,19 @@ def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kernel(product_BM: Tensor, dim: int) -> Tensor:
+    """Return ``(x.y / D + 1)^3``."""
     # The division makes the one copy, since the products are still needed.
-    return (product_BM / dim).add_(1).pow_(3)
+    kernel_BM = product_BM / dim
+    return kernel_BM.add_(1).pow_(3)
 
 
 def _energy(features_ND: Tensor) -> Tensor:
     """Return each feature's squared length, shape (N,), float64."""
-    tiles = torch.split(features_ND, _TILE_ROWS)
-    return torch.cat([tile.double().square().sum(1) for tile in tiles])
+    energies = []
+    for tile_TD in torch.split(features_ND, _TILE_ROWS):
+        squared_TD = tile_TD.double().square()
+        energies.append(squared_TD.sum(1))
+    return torch.cat(energies)
 
 
 def _squared_distances(
@@ -257,7 +274,9 @@ def _squared_distances(
 ) -> Tensor:
     """Turn inner products, in place, into squared distances; 0 where they are no more than rounding."""
     total_BM = energy_B[:, None] + energy_M
-    # Of two equal features this leaves rounding, maybe below 0: a copy must have the distance 0.
+    # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b. Of two equal features this leaves rounding, maybe below 0: a copy must have the
+    # distance 0.
     squared_BM = product_BM.mul_(-2).add_(total_BM)
     rounding_BM = total_BM.mul_(_ROUNDING)
-    return squared_BM.masked_fill_(squared_BM <= rounding_BM, 0.0)
+    is_rounding_BM = squared_BM <= rounding_BM
+    return squared_BM.masked_fill_(is_rounding_BM, 0.0)

@@ -29,8 +29,8 @@ class ResolvedOrigins:
 
     def counts(self) -> dict[str, int]:
         """Return the number of samples by silo."""
-        num_S = torch.bincount(self.silo_N, minlength=len(self.names)).tolist()
-        return dict(zip(self.names, num_S, strict=True))
+        num_S = torch.bincount(self.silo_N, minlength=len(self.names))
+        return dict(zip(self.names, num_S.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def _numbered_silos(silo_N: Tensor, prior: Any) -> tuple[str, ...]:
     """Name silos by their numbers; a silo without samples is known by its weight in the prior."""
     num_silos = int(silo_N.max()) + 1
     if prior is not None:
-        num_silos = max(num_silos, real_tensor(prior, "prior").numel())
+        num_weights = real_tensor(prior, "prior").numel()
+        num_silos = max(num_silos, num_weights)
     return tuple(str(index) for index in range(num_silos))
 
 
@@ -96,8 +97,9 @@ def _silo_numbers(
         silos = f"one of {num_silos} silos"
     expected = f"the number of {silos} for each of {num_samples} samples"
     numbers = real_tensor(silo_N, "silo_N").cpu()
-    if tuple(numbers.shape) != (num_samples,) or num_samples == 0:
-        raise ShapeError("silo_N", expected=expected, got=f"shape {tuple(numbers.shape)}")
+    shape = tuple(numbers.shape)
+    if shape != (num_samples,) or num_samples == 0:
+        raise ShapeError("silo_N", expected=expected, got=f"shape {shape}")
     whole = numbers.long()
     # A number that is not whole would become that of another silo, and NaN that of any.
     are_whole = bool((whole == numbers).all())
@@ -118,9 +120,13 @@ def _weights(prior: Any, num_silos: int) -> list[float]:
         MathError: weights below 0, that are not finite, or all 0.
     """
     weight_S = real_tensor(prior, "prior").double().cpu()
-    if tuple(weight_S.shape) != (num_silos,):
-        expected = f"{num_silos} weights, one for each silo"
-        raise ShapeError("prior", expected=expected, got=f"shape {tuple(weight_S.shape)}")
+    shape = tuple(weight_S.shape)
+    if shape != (num_silos,):
+        raise ShapeError(
+            "prior",
+            expected=f"{num_silos} weights, one for each silo",
+            got=f"shape {shape}",
+        )
     total = float(weight_S.sum())
     are_at_least_0 = bool((weight_S >= 0).all())
     # Written with `not`, so that NaN, for which every comparison is false, is refused too.

@@ -80,16 +80,23 @@ class Reference:
         def blocks() -> Iterator[Tensor]:
             start = 0
             for block in self.blocks():
-                part = block[mask[start : start + len(block)]]
-                start += len(block)
-                if len(part):
-                    yield part
+                end = start + len(block)
+                selected = block[mask[start:end]]
+                start = end
+                if len(selected):
+                    yield selected
 
         groups: list[str] = []
         if self.groups:
             groups = list(compress(self.groups, is_selected))
-        # Without `images`, whose columns are those of the whole file.
-        return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups, images=None)
+        return replace(
+            self,
+            num=int(mask.sum()),
+            blocks=blocks,
+            groups=groups,
+            # Its columns are those of the whole file.
+            images=None,
+        )
 
     def column(self, names: Sequence[str]) -> NDArray[np.generic] | None:
         """Return the first column of these names that there is, one entry for each image; None without one.
@@ -178,11 +185,16 @@ def open_reference(
     names = images.column_names
     if by is not None and by not in names:
         columns = ", ".join(sorted(names))[:200] or "no columns"
-        got = f"{by!r}; it has {columns}"
-        raise DataError("--by", expected=f"a column of {path.name}", got=got)
+        raise DataError(
+            "--by",
+            expected=f"a column of {path.name}",
+            got=f"{by!r}; it has {columns}",
+        )
     group_name = by
     if group_name is None:
-        group_name = next((name for name in _GROUP_COLUMNS if name in names), None)
+        present_names = [name for name in _GROUP_COLUMNS if name in names]
+        if present_names:
+            group_name = present_names[0]
     groups: list[str] = []
     if group_name:
         groups = _groups(images, group_name)
@@ -209,7 +221,8 @@ def classes_of(reference: Reference, classes: Classes) -> Tensor | None:
     remedy = (
         "Label them as the plan does, or draw classes otherwise: --class equal, or --class none."
     )
-    return torch.from_numpy(class_numbers(labels, classes, "labels of the reference", remedy))
+    numbers = class_numbers(labels, classes, "labels of the reference", remedy)
+    return torch.from_numpy(numbers)
 
 
 def captions_of(reference: Reference) -> list[str] | None:
@@ -243,7 +256,8 @@ def digest_of(files: Sequence[Path]) -> str:
     digests = [sha256_file(path) for path in files]
     if len(digests) == 1:
         return digests[0]
-    return sha256_hex(" ".join(digests).encode())
+    text = " ".join(digests)
+    return sha256_hex(text.encode())
 
 
 def _text(value: object) -> str:

@@ -88,4 +88,5 @@ def _resample_distances(
         num_left_R = num_left_R - count_R
         share_left -= share
     share_RS = torch.stack(counts, 1) / num
-    return (share_RS - prior_S).abs().sum(1) / 2
+    difference_RS = (share_RS - prior_S).abs()
+    return difference_RS.sum(1) / 2

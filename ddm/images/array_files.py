@@ -13,9 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ddm.errors import DataError, MissingFileError
 from ddm.images.array_source import NEEDS_TRANSFORM, ArraySource, Name, ParquetSource
 from ddm.images.column_names import PartNames, npz_parts, split_of_shard
@@ -24,6 +21,7 @@ from ddm.images.idx import idx_array, is_idx, labels_beside, split_of_idx
 from ddm.images.npy_folder import npy_folder
 from ddm.images.npz import EncodedArray, npy_array, npz_array, npz_names, open_npy
 from ddm.images.rows import Convert, FileArray, Images, StoredArray, StoredImages, write_rows
+from ddm.images.types import Shape, Values, ValueType
 from ddm.images.unpacked import stamps, unpacked_path
 from ddm.io.files import replacing
 from ddm.io.space import require_free_space
@@ -48,7 +46,7 @@ class ImageArrays(Protocol):
         ...
 
     @property
-    def row(self) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+    def row(self) -> tuple[ValueType, Shape]:
         """The type and the shape of one, as they are stored."""
         ...
 
@@ -58,7 +56,7 @@ class ImageArrays(Protocol):
         """Return the array where it can be read in place."""
         ...
 
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+    def unpacked(self) -> Iterator[Values]:
         """Yield all rows in blocks."""
         ...
 
@@ -67,11 +65,11 @@ class ImageArrays(Protocol):
         """The names of what it holds; a column in the singular has both names."""
         ...
 
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def column(self, name: str, max_bytes: int) -> Values:
         """Return one entry for each row, each of at most so many bytes."""
         ...
 
-    def column_shape(self, name: str) -> tuple[int, ...]:
+    def column_shape(self, name: str) -> Shape:
         """Return the shape of a column that is there; its header alone is read."""
         ...
 
@@ -160,7 +158,7 @@ def open_images(
 
 def open_latents(
     source: ImageArrays,
-    shape: tuple[int, ...],
+    shape: Shape,
     folder: Path | None,
 ) -> Images:
     """Return the latents of a source, as they are stored, in float32; see `open_images`.
@@ -193,7 +191,7 @@ def read_images(path: Path, spec: DataSpec) -> "Tensor":
 def _opened(
     source: ImageArrays,
     convert: Convert,
-    shape: tuple[int, ...],
+    shape: Shape,
     folder: Path | None,
 ) -> Images:
     if folder is None:
@@ -207,7 +205,7 @@ def _opened(
 def _read_whole(
     source: ImageArrays,
     convert: Convert,
-    shape: tuple[int, ...],
+    shape: Shape,
 ) -> "Tensor":
     import torch
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.images.column_names import find_column, known_columns
 from ddm.images.npz import EncodedArray
 from ddm.images.parquet import MAX_COLUMN_BYTES, ParquetTable
 from ddm.images.rows import JoinedArrays, StoredArray
+from ddm.images.types import Shape, Values
 
 Name = Literal["images", "latents"]
 NEEDS_TRANSFORM = "They are read one by one, as pictures, by a plan with a table [transform]."
@@ -73,7 +73,7 @@ class ArraySource:
             return stored[0]
         return JoinedArrays(stored)
 
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+    def unpacked(self) -> Iterator[Values]:
         """Yield all rows in blocks."""
         for array in self._arrays:
             yield from array.blocks()
@@ -83,7 +83,7 @@ class ArraySource:
         """The names of the columns."""
         return known_columns(self._columns)
 
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def column(self, name: str, max_bytes: int) -> Values:
         """Return one entry for each row; see `ImageArrays`.
 
         Raises:
@@ -102,7 +102,7 @@ class ArraySource:
             column = np.concatenate(parts)
         return column.reshape(self.column_shape(name))
 
-    def column_shape(self, name: str) -> tuple[int, ...]:
+    def column_shape(self, name: str) -> Shape:
         """Return the shape of a column; labels of shape (N, 1), as MedMNIST keeps them, count as (N,)."""
         arrays = self._open_column(name)
         shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
@@ -167,7 +167,7 @@ class ParquetSource:
         """Return None: pages are packed."""
         return None
 
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+    def unpacked(self) -> Iterator[Values]:
         """Yield all rows in blocks."""
         return self._table.pictures(self._column)
 
@@ -176,7 +176,7 @@ class ParquetSource:
         """The names of all columns."""
         return known_columns(self._table.names)
 
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def column(self, name: str, max_bytes: int) -> Values:
         """Return one entry for each row.
 
         Raises:
@@ -188,6 +188,6 @@ class ParquetSource:
             raise DataError("data file", expected=f"a column called {name}", got=got)
         return self._table.cells(column, max_bytes)
 
-    def column_shape(self, name: str) -> tuple[int, ...]:
+    def column_shape(self, name: str) -> Shape:
         """Return the shape of a column, one entry for each row as in every table."""
         return (len(self),)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.images.array_files import ImageArrays, open_parts
@@ -20,6 +19,7 @@ from ddm.images.parquet import ParquetTable
 from ddm.images.parquet_pictures import read_encoded
 from ddm.images.picture import DecodedPicture, DecodeLimits, Picture
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Values
 
 _IMAGES = "images"
 _COLOURS = 3
@@ -155,7 +155,7 @@ def _pictures(
         start = stop
 
 
-def _read_columns(source: ImageArrays) -> Mapping[str, NDArray[np.generic]]:
+def _read_columns(source: ImageArrays) -> Mapping[str, Values]:
     columns = {}
     for field, name in FIELDS.items():
         if name not in source.columns:

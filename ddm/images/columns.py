@@ -17,6 +17,7 @@ from ddm.images.array_files import ImageArrays
 from ddm.images.column_names import as_text
 from ddm.images.patients import PatientRule, canonical, is_missing, visible_text
 from ddm.images.record import MAX_CAPTION
+from ddm.images.types import Shape, Values
 from ddm.protocol.classes import Classes
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
@@ -61,7 +62,7 @@ class TextColumn:
         return present
 
 
-def text_column(column_N: NDArray[np.generic], name: str) -> TextColumn:
+def text_column(column_N: Values, name: str) -> TextColumn:
     """Return a column of text or numbers with its spellings joined.
 
     Args:
@@ -92,7 +93,7 @@ def text_column(column_N: NDArray[np.generic], name: str) -> TextColumn:
     return TextColumn(tuple(values), num_joined)
 
 
-def texts_of(column_N: NDArray[np.generic], name: str) -> list[str | None]:
+def texts_of(column_N: Values, name: str) -> list[str | None]:
     """Return the entries of a column as text without blanks around it; None where one is missing.
 
     Whole numbers in floating point are written without a fraction, truth as 1 and 0.
@@ -112,7 +113,7 @@ def texts_of(column_N: NDArray[np.generic], name: str) -> list[str | None]:
     return [as_text(cell) for cell in cells]
 
 
-def read_column(source: ImageArrays, name: str) -> NDArray[np.generic]:
+def read_column(source: ImageArrays, name: str) -> Values:
     """Read a one-dimensional array with one entry for each image.
 
     Raises:
@@ -128,7 +129,7 @@ def read_column(source: ImageArrays, name: str) -> NDArray[np.generic]:
 
 def check_length(
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     num: int,
 ) -> None:
     """Refuse a column without one entry for each of so many images.
@@ -140,7 +141,7 @@ def check_length(
         raise DataError(name, expected=f"shape ({num},), one for each image", got=f"shape {shape}")
 
 
-def num_patients(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> int:
+def num_patients(patient_N: Values, rule: PatientRule = "spelling") -> int:
     """Count patients; see `numbered`.
 
     Raises:
@@ -149,7 +150,7 @@ def num_patients(patient_N: NDArray[np.generic], rule: PatientRule = "spelling")
     return int(numbered(patient_N, rule).max(initial=-1)) + 1
 
 
-def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> NDArray[np.int64]:
+def numbered(patient_N: Values, rule: PatientRule = "spelling") -> NDArray[np.int64]:
     """Number patients by first appearance; ways of spelling one identifier are one, see `canonical`.
 
     Args:
@@ -193,12 +194,12 @@ def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> 
     return np.array(numbers, dtype=np.int64)
 
 
-def names_of(column_N: NDArray[np.generic]) -> list[str]:
+def names_of(column_N: Values) -> list[str]:
     """Return the entries of a column as text, blank where one is missing."""
     return [text or "" for text in texts_of(column_N, "column")]
 
 
-def captions_of(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
+def captions_of(caption_N: Values) -> tuple[str, ...]:
     """Return each image's text with single blanks, blank where it has none; no message ever quotes a text.
 
     Raises:
@@ -248,7 +249,7 @@ def folded(text: str) -> str:
 
 
 def class_numbers(
-    label_N: NDArray[np.generic],
+    label_N: Values,
     classes: Classes,
     subject: str = "labels",
     remedy: str | None = None,

@@ -32,6 +32,7 @@ from ddm.images.dicom_tags import sequence_of, text_of, value_of
 from ddm.images.dicom_values import Frame, frame_of
 from ddm.images.picture import DecodedPicture, DecodeLimits, Picture, supported
 from ddm.images.reasons import Flag, ImageError, Reason
+from ddm.images.types import Bounds
 
 _OVERLAY_GROUPS = range(0x6000, 0x6020, 2)
 _OVERLAYS = frozenset(
@@ -151,7 +152,7 @@ def _volume(
     return Picture(supported(values), spacing, window, full)
 
 
-def _hull(ranges: list[tuple[float, float] | None]) -> tuple[float, float] | None:
+def _hull(ranges: list[Bounds | None]) -> Bounds | None:
     """Return the smallest range that holds all; None where one frame has none."""
     present = [bounds for bounds in ranges if bounds is not None]
     if len(present) < len(ranges):

@@ -10,9 +10,9 @@ from io import BytesIO
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Values
 
 Colours = Literal["RGB", "YBR", "unknown"]
 
@@ -77,7 +77,7 @@ def code_stream_of(data: bytes) -> CodeStream:
     return code_stream
 
 
-def decoded(code_stream: CodeStream, *, as_ybr: bool) -> NDArray[np.generic]:
+def decoded(code_stream: CodeStream, *, as_ybr: bool) -> Values:
     """Return the samples of a code stream: (H, W), or (H, W, C) where it has several components.
 
     Args:
@@ -247,7 +247,7 @@ def _has_colour_transform(data: bytes, position: int) -> bool:
     raise ImageError(Reason.DAMAGED, "a code stream without its coding style")
 
 
-def _by_pillow(code_stream: CodeStream, *, as_ybr: bool) -> NDArray[np.generic]:
+def _by_pillow(code_stream: CodeStream, *, as_ybr: bool) -> Values:
     from PIL import Image
 
     image = Image.open(BytesIO(code_stream.data), formats=("JPEG",))
@@ -262,7 +262,7 @@ def _by_pillow(code_stream: CodeStream, *, as_ybr: bool) -> NDArray[np.generic]:
     return np.asarray(image)
 
 
-def _by_gdcm(code_stream: CodeStream) -> NDArray[np.generic]:
+def _by_gdcm(code_stream: CodeStream) -> Values:
     """Decode by GDCM, which is given what the code stream says about itself, so that it has nothing to reconcile."""
     import gdcm
 
@@ -303,7 +303,7 @@ def _by_gdcm(code_stream: CodeStream) -> NDArray[np.generic]:
     return _shaped(np.frombuffer(buffer, f"<u{allocated // 8}"), code_stream)
 
 
-def _by_charls(code_stream: CodeStream) -> NDArray[np.generic]:
+def _by_charls(code_stream: CodeStream) -> Values:
     import jpeg_ls
 
     buffer, header = jpeg_ls.decode_pixel_data(code_stream.data)
@@ -319,7 +319,7 @@ def _by_charls(code_stream: CodeStream) -> NDArray[np.generic]:
     return _shaped(samples, code_stream)
 
 
-def _by_openjpeg(code_stream: CodeStream) -> NDArray[np.generic]:
+def _by_openjpeg(code_stream: CodeStream) -> Values:
     from openjpeg.utils import decode_pixel_data
 
     buffer: Any = decode_pixel_data(code_stream.data, version=2)
@@ -333,7 +333,7 @@ def _by_openjpeg(code_stream: CodeStream) -> NDArray[np.generic]:
     return _shaped(samples, code_stream)
 
 
-def _shaped(samples: NDArray[np.generic], code_stream: CodeStream) -> NDArray[np.generic]:
+def _shaped(samples: Values, code_stream: CodeStream) -> Values:
     if samples.size != code_stream.components * code_stream.shape[0] * code_stream.shape[1]:
         raise ImageError(
             Reason.DAMAGED, "a code stream with another number of samples than its header states"

@@ -10,6 +10,7 @@ from ddm.images.dicom_tags import floats_of, group_of, sequence_of, text_of, val
 from ddm.images.faces import names_head
 from ddm.images.picture import Picture, SliceLocation
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Spacing
 
 _DESCRIPTIONS = (
     "SeriesDescription",
@@ -48,7 +49,7 @@ class Plane:
         return np.cross(self.row_3, self.column_3)
 
 
-def spacing_of(tags: Any, number: int) -> tuple[float, float] | None:
+def spacing_of(tags: Any, number: int) -> Spacing | None:
     """Return the mm between the rows and between the columns of a frame; None where the file does not say.
 
     Where a file states no more than how tall and how wide a pixel is in proportion, and the two differ, the shorter
@@ -70,7 +71,7 @@ def spacing_of(tags: Any, number: int) -> tuple[float, float] | None:
     return lengths
 
 
-def lengths_of(tags: Any, number: int) -> tuple[float, float] | None:
+def lengths_of(tags: Any, number: int) -> Spacing | None:
     """Return the mm between the rows and between the columns of a frame, from the first tag that states them."""
     # What is stated of the frame comes before what is stated of all.
     sources = [group_of(tags, number, "PixelMeasuresSequence")]

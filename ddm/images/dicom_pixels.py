@@ -19,6 +19,7 @@ from ddm.images.dicom_codestreams import CodeStream, code_stream_of, decoded
 from ddm.images.dicom_tags import has_tag, sequence_of, tag_of, text_of, texts_of, value_of, word_of
 from ddm.images.picture import DecodeLimits
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Numbers, Values
 
 # Transfer syntaxes (PS3.6 A).
 IMPLICIT_LITTLE_ENDIAN = "1.2.840.10008.1.2"
@@ -112,7 +113,7 @@ class StoredFrame:
         bounds: lowest and highest number that the stored bits can hold; None of floating point.
     """
 
-    values: NDArray[Any]
+    values: Numbers
     bounds: tuple[int, int] | None
 
 
@@ -367,7 +368,7 @@ def _cells(
     data: Any,
     pixel_format: PixelFormat,
     bit_offset: int = 0,
-) -> NDArray[Any]:
+) -> Numbers:
     """Return the cells of one frame: (H, W), or (H, W, 3)."""
     rows = pixel_format.rows
     columns = pixel_format.columns
@@ -419,7 +420,7 @@ def _without_subsampling(
 
 def _frame_of_cells(
     tags: Any,
-    cells: NDArray[Any],
+    cells: Numbers,
     pixel_format: PixelFormat,
 ) -> StoredFrame:
     if pixel_format.is_float:
@@ -438,9 +439,9 @@ def _bounds(bits: int, signed: bool) -> tuple[int, int]:
 
 def _stored_values(
     tags: Any,
-    cells: NDArray[Any],
+    cells: Numbers,
     pixel_format: PixelFormat,
-) -> NDArray[Any]:
+) -> Numbers:
     """Return the values of the stored bits, which end at HighBit; other bits of a cell are no part of its value."""
     num_unused = pixel_format.allocated - pixel_format.stored
     if not num_unused:
@@ -456,14 +457,14 @@ def _stored_values(
             return cells
     _check_padding_cells(tags, cells, pixel_format)
     # Out go the bits above; the shift back extends the sign of signed cells.
-    values: NDArray[Any] = np.left_shift(cells, num_above)
+    values: Numbers = np.left_shift(cells, num_above)
     np.right_shift(values, num_unused, out=values)
     return values
 
 
 def _check_bits_below(
     tags: Any,
-    cells: NDArray[Any],
+    cells: Numbers,
     num_below: int,
 ) -> None:
     """Refuse bits below the stored ones that no overlay declares: HighBit is then likely to be wrong."""
@@ -479,7 +480,7 @@ def _check_bits_below(
 
 def _check_padding_cells(
     tags: Any,
-    cells: NDArray[Any],
+    cells: Numbers,
     pixel_format: PixelFormat,
 ) -> None:
     """Refuse cells of padding whose value needs more bits than are stored: what is left of them is no padding."""
@@ -527,7 +528,7 @@ def _packed_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame
         yield _frame_of_cells(tags, _cells(cells, pixel_format), pixel_format)
 
 
-def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> NDArray[Any]:
+def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> Numbers:
     """Return the cells of a frame whose bytes are run-length encoded, one segment for each byte of a cell (PS3.5 G)."""
     num_cell_bytes = pixel_format.allocated // 8
     num_segments = pixel_format.samples * num_cell_bytes
@@ -719,7 +720,7 @@ def _is_ybr(code_stream: CodeStream, pixel_format: PixelFormat) -> bool:
 
 
 def _frame_of_samples(
-    samples: NDArray[np.generic],
+    samples: Values,
     code_stream: CodeStream,
     pixel_format: PixelFormat,
 ) -> StoredFrame:
@@ -732,7 +733,7 @@ def _frame_of_samples(
     stored = pixel_format.stored or code_stream.bits
     bits = min(stored, code_stream.bits)
     lowest, highest = _bounds(bits, pixel_format.signed)
-    values: NDArray[Any] = samples
+    values: Numbers = samples
     if not pixel_format.signed and not code_stream.signed and code_stream.bits <= stored:
         return StoredFrame(values, (lowest, highest))
     if pixel_format.signed and not code_stream.signed and code_stream.kind != "JPEG 2000":
@@ -759,10 +760,10 @@ def _frame_of_samples(
 
 
 def _with_sign(
-    values: NDArray[Any],
+    values: Numbers,
     code_stream: CodeStream,
     stored: int,
-) -> NDArray[Any]:
+) -> Numbers:
     """Return two's complement of so many stored bits as signed numbers."""
     if stored > code_stream.bits:
         if int(values.max()) >= 1 << (code_stream.bits - 1):
@@ -771,7 +772,7 @@ def _with_sign(
     num_unused = 32 - stored
     shifted = np.left_shift(values.astype(np.int32), num_unused)
     # The shift back extends the sign.
-    signed: NDArray[Any] = np.right_shift(shifted, num_unused)
+    signed: Numbers = np.right_shift(shifted, num_unused)
     # Bits above the stored ones are zero, or repeat the sign; anything else is no value of so many bits.
     above = values.astype(np.int32) >> stored
     all_above = (1 << (code_stream.bits - stored)) - 1

@@ -9,7 +9,6 @@ from math import inf, nextafter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.images.dicom_geometry import lengths_of, spacing_of
 from ddm.images.dicom_pixels import PixelFormat, StoredFrame, contradiction
@@ -26,8 +25,7 @@ from ddm.images.dicom_tags import (
 )
 from ddm.images.picture import Picture, supported
 from ddm.images.reasons import ImageError, Reason
-
-Bounds = tuple[float, float]
+from ddm.images.types import Bounds, Mask, Numbers, Scaling, Spacing, Values
 
 _COLOURS = ("Red", "Green", "Blue")
 _WORD = 1 << 16
@@ -43,7 +41,7 @@ class Frame:
     """
 
     picture: Picture
-    padding: NDArray[np.bool_] | None = None
+    padding: Mask | None = None
 
     def lowest(self) -> float | None:
         """Return the lowest value of the pixels that are no padding; None where all are."""
@@ -59,7 +57,7 @@ class Frame:
         if self.padding is None:
             return self.picture
         values = self.picture.values
-        filled: NDArray[Any] = np.where(self.padding[None], values.dtype.type(background), values)
+        filled: Numbers = np.where(self.padding[None], values.dtype.type(background), values)
         return replace(self.picture, values=filled)
 
 
@@ -90,7 +88,7 @@ def frame_of(
     return frame
 
 
-def _writeable(values: NDArray[np.generic], source: NDArray[Any]) -> NDArray[np.generic]:
+def _writeable(values: Values, source: Numbers) -> Values:
     """Return values in memory of their own, since those of a file may not be written to."""
     if not values.flags.writeable or np.may_share_memory(values, source):
         return values.copy()
@@ -102,7 +100,7 @@ def _grey(
     number: int,
     stored: StoredFrame,
     pixel_format: PixelFormat,
-    spacing: Bounds | None,
+    spacing: Spacing | None,
     full: Bounds | None,
 ) -> Frame:
     padding = _padding_mask(tags, stored, pixel_format)
@@ -150,14 +148,14 @@ def _padding_mask(
     tags: Any,
     stored: StoredFrame,
     pixel_format: PixelFormat,
-) -> NDArray[np.bool_] | None:
+) -> Mask | None:
     """Return which stored values are padding: one value, or all from it to a limit (PS3.3 C.7.5.1.1.2)."""
     ends = _padding_ends(tags, stored, pixel_format)
     if ends is None:
         return None
     values = stored.values
     low, high = ends
-    mask: NDArray[np.bool_]
+    mask: Mask
     if np.isnan(low):
         mask = np.isnan(values)
     elif low == high:
@@ -225,7 +223,7 @@ def _as_stored(word: int, bounds: tuple[int, int]) -> int:
     return word
 
 
-def _rescaling(tags: Any, number: int) -> Bounds:
+def _rescaling(tags: Any, number: int) -> Scaling:
     """Return slope and intercept of one frame (PS3.3 C.11.1 and C.7.6.16.2.9)."""
     group = group_of(tags, number, "PixelValueTransformationSequence")
     slope = float_of(group, "RescaleSlope")
@@ -238,11 +236,11 @@ def _rescaling(tags: Any, number: int) -> Bounds:
 
 
 def _rescaled(
-    values: NDArray[Any],
+    values: Numbers,
     slope: float,
     intercept: float,
     bounds: tuple[int, int] | None,
-) -> NDArray[np.generic]:
+) -> Values:
     """Return slope * values + intercept: whole numbers in the smallest type that holds them, else float32."""
     if (slope, intercept) == (1.0, 0.0):
         return values
@@ -255,7 +253,7 @@ def _rescaled(
 
 
 def _type_of_result(
-    values: NDArray[Any],
+    values: Numbers,
     bounds: tuple[int, int] | None,
     slope: int,
     intercept: int,
@@ -272,18 +270,18 @@ def _type_of_result(
 
 
 def _rescaled_whole(
-    values: NDArray[Any],
+    values: Numbers,
     kind: type[Any],
     slope: int,
     intercept: int,
-) -> NDArray[np.generic]:
+) -> Values:
     limits = np.iinfo(kind)
     if abs(slope) != 1 or not limits.min <= intercept <= limits.max:
-        wide: NDArray[Any] = values.astype(np.int64)
+        wide: Numbers = values.astype(np.int64)
         return np.asarray(wide * slope + intercept).astype(kind)
     # Whole numbers wrap around and back, so that they can be added in the type of the result.
     is_alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
-    narrow: NDArray[Any]
+    narrow: Numbers
     if is_alike:
         narrow = values.view(kind)
     else:
@@ -362,7 +360,7 @@ class LookupTable:
         bits: of each entry.
     """
 
-    entries: NDArray[Any]
+    entries: Numbers
     first: int
     bits: int
 
@@ -371,7 +369,7 @@ class LookupTable:
         """Lowest and highest number that an entry can be."""
         return 0, (1 << self.bits) - 1
 
-    def applied(self, values: NDArray[Any]) -> NDArray[Any]:
+    def applied(self, values: Numbers) -> Numbers:
         """Return the entries of stored values.
 
         Raises:
@@ -417,7 +415,7 @@ def _table_entries(
     keyword: str,
     num_entries: int,
     bits: int,
-) -> NDArray[Any]:
+) -> Numbers:
     """Return entries in words of 16 bits, or in bytes where the length of the data shows it."""
     element = item.get_item(tag_of(keyword))
     value = None
@@ -445,9 +443,9 @@ def _table_entries(
 
 def _through_palette(
     tags: Any,
-    values: NDArray[Any],
+    values: Numbers,
     pixel_format: PixelFormat,
-    spacing: Bounds | None,
+    spacing: Spacing | None,
 ) -> Picture:
     tables = [_palette_table(tags, colour, pixel_format.signed) for colour in _COLOURS]
     if len({(len(table.entries), table.first, table.bits) for table in tables}) > 1:
@@ -482,7 +480,7 @@ def _unsegmented(
     words: list[int],
     num_entries: int,
     keyword: str,
-) -> NDArray[Any]:
+) -> Numbers:
     """Return the entries of a segmented table of 16-bit words (PS3.3 C.7.9.2).
 
     A segment is discrete (0: its entries), linear (1: a line from the entry before to the one given) or indirect

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from ddm.errors import DataError
 from ddm.images.layout import row_shapes
 from ddm.images.rows import Rows
+from ddm.images.types import Mask, Shape, Values, ValueType
 from ddm.protocol.data import DataSpec
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ _CHANNELS_LAST = "Put the channels first: np.moveaxis(images, -1, 1)."
 
 
 def check_row(
-    dtype: np.dtype[np.generic],
-    shape: tuple[int, ...],
+    dtype: ValueType,
+    shape: Shape,
     spec: DataSpec,
 ) -> None:
     """Refuse, by its header, an array that cannot hold images of this shape.
@@ -38,7 +39,7 @@ def check_row(
 
 
 def fit(
-    array: NDArray[np.generic],
+    array: Values,
     rows: Rows,
     *,
     spec: DataSpec,
@@ -79,7 +80,7 @@ def fit(
     raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
 
 
-def as_floats(array: NDArray[np.generic], rows: Rows) -> "Tensor":
+def as_floats(array: Values, rows: Rows) -> "Tensor":
     """Convert stored rows to float32.
 
     Raises:
@@ -96,7 +97,7 @@ def _tensor(values: NDArray[np.float32]) -> "Tensor":
     return torch.from_numpy(values)
 
 
-def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
+def _floats(array: Values) -> NDArray[np.float32]:
     # Values too large for float32 become infinite, and are refused as such.
     with np.errstate(over="ignore"):
         # A copy of memory that is read-only, of which torch would warn.
@@ -115,5 +116,5 @@ def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
         )
 
 
-def _first(is_wrong_B: NDArray[np.bool_], rows: Rows) -> int:
+def _first(is_wrong_B: Mask, rows: Rows) -> int:
     return int(rows[int(np.flatnonzero(is_wrong_B)[0])])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import interpolate
 
 from ddm.errors import DataError
+from ddm.images.types import Bounds, Shape
 from ddm.protocol.transform import (
     Content,
     CropFit,
@@ -21,7 +22,8 @@ from ddm.protocol.transform import (
 )
 
 Floats = NDArray[np.float32]
-Sides = tuple[int, ...]
+Sides = Shape
+"""The lengths of all axes but that of the channels."""
 _FLOAT_BYTES = 4
 _AXES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
@@ -176,7 +178,7 @@ def padded(
 def content_of(
     values: Floats,
     content: Content,
-    target: tuple[float, float],
+    target: Bounds,
 ) -> Floats:
     """Cut (C, ...) to the box of what is brighter than the threshold in any channel.
 

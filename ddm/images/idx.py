@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import IO, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.images.npz import EncodedArray, Header
+from ddm.images.types import Values
 from ddm.io.files import decoding, require_file
 from ddm.system.memory import machine_bytes
 
@@ -86,7 +86,7 @@ def idx_array(path: Path) -> EncodedArray:
     return EncodedArray(path, header, open_values, header.offset)
 
 
-def read_idx(path: Path) -> NDArray[np.generic]:
+def read_idx(path: Path) -> Values:
     """Read an idx file, whose size is known from its header before anything is unpacked.
 
     Raises:

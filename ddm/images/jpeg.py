@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
 from math import ceil
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
 from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.pillow import opened
 from ddm.images.raster import BYTE_RANGE, Metadata, picture_of, rgb_of_inks, spacing_of
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Numbers, Spacing
 
 # Markers: ITU-T T.81, table B.1.
 _EOI = 0xD9
@@ -106,7 +105,7 @@ def read(
     )
 
 
-def decoded(markers: Markers, colour_space: str | None = None) -> NDArray[Any]:
+def decoded(markers: Markers, colour_space: str | None = None) -> Numbers:
     """Return the pixels, shape (H, W, C): greys, RGB, or four colours as Pillow inverts them.
 
     Args:
@@ -119,7 +118,7 @@ def decoded(markers: Markers, colour_space: str | None = None) -> NDArray[Any]:
             if colour_space is not None:
                 # Pillow passes the second word on to libjpeg, which otherwise decides by the markers.
                 image.tile = [image.tile[0]._replace(args=(image.mode, colour_space))]
-            values: NDArray[Any] = np.asarray(image)
+            values: Numbers = np.asarray(image)
     except (OSError, SyntaxError) as error:
         if "truncated" in str(error):
             raise ImageError(Reason.TRUNCATED, "scan") from error
@@ -277,7 +276,7 @@ def _num_coded_units(markers: Markers, scan_header: bytes) -> int:
     return ceil(num_samples_across / 8) * ceil(num_samples_down / 8)
 
 
-def _rgb_of_four(values: NDArray[Any], markers: Markers) -> NDArray[Any]:
+def _rgb_of_four(values: Numbers, markers: Markers) -> Numbers:
     """Return RGB of CMYK or YCCK, which libjpeg turned into CMYK."""
     if not markers.adobe:
         raise ImageError(
@@ -287,7 +286,7 @@ def _rgb_of_four(values: NDArray[Any], markers: Markers) -> NDArray[Any]:
     return rgb_of_inks(values, 255)
 
 
-def _spacing(jfif: bytes) -> tuple[float, float] | None:
+def _spacing(jfif: bytes) -> Spacing | None:
     if len(jfif) < 12:
         return None
     per_column = int.from_bytes(jfif[8:10])

@@ -11,17 +11,17 @@ not say whether the fourth is transparency, near infrared or black ink.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.images.picture import DecodeLimits, supported
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Bounds, Shape, Values, ValueType
 from ddm.protocol.data import DataSpec
 
 _IMAGE_CHANNELS = (1, 3)
 _VOLUME_CHANNELS = (1, 2, 3, 4)
 
 
-def check_layout(shape: tuple[int, ...]) -> bool:
+def check_layout(shape: Shape) -> bool:
     """Return whether the channels of one image come last.
 
     Raises:
@@ -46,7 +46,7 @@ def check_layout(shape: tuple[int, ...]) -> bool:
     return is_last
 
 
-def _without_channels(shape: tuple[int, ...]) -> str:
+def _without_channels(shape: Shape) -> str:
     if len(shape) == 4:
         return "four axes without 1 to 4 channels first or last"
     if 4 in (shape[0], shape[-1]):
@@ -58,7 +58,7 @@ def _without_channels(shape: tuple[int, ...]) -> str:
     )
 
 
-def channels_first(values: NDArray[np.generic], limits: DecodeLimits) -> NDArray[np.generic]:
+def channels_first(values: Values, limits: DecodeLimits) -> Values:
     """Return one image or volume in the axes and in a type of `ddm.images.picture.Picture`.
 
     Raises:
@@ -74,7 +74,7 @@ def channels_first(values: NDArray[np.generic], limits: DecodeLimits) -> NDArray
         return supported(values)
 
 
-def check_dtype(dtype: np.dtype[np.generic]) -> None:
+def check_dtype(dtype: ValueType) -> None:
     """Refuse an array by its header.
 
     Raises:
@@ -84,7 +84,7 @@ def check_dtype(dtype: np.dtype[np.generic]) -> None:
         raise ImageError(Reason.UNSUPPORTED, "values that are not real numbers")
 
 
-def full_range(dtype: np.dtype[np.generic]) -> tuple[float, float] | None:
+def full_range(dtype: ValueType) -> Bounds | None:
     """Return the lowest and the highest value of a type of at most 16 bits; None of others, which use little of it."""
     if dtype.kind == "b":
         return 0.0, 1.0
@@ -94,7 +94,7 @@ def full_range(dtype: np.dtype[np.generic]) -> tuple[float, float] | None:
     return None
 
 
-def row_shapes(spec: DataSpec) -> tuple[tuple[int, ...], ...]:
+def row_shapes(spec: DataSpec) -> tuple[Shape, ...]:
     """Return the shapes in which a row may hold an image of a plan: its own, flat, or without its only channel."""
     flat = (spec.dim,)
     if spec.shape[0] == 1 and len(spec.shape) < 4:

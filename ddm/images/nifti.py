@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ddm.images.content import FileContent
 from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Bounds, Mask, Numbers, Scaling, Shape
 from ddm.images.volume_files import bounds_of, picture_of_volume, read_header, read_volumes
 
 # By format: the type of the header, and the offset before which no voxel can be.
@@ -90,7 +91,7 @@ def read(
         yield picture_of_volume(values, matrix, kind, window=window, full=full)
 
 
-def _window(header: Any) -> tuple[float, float] | None:
+def _window(header: Any) -> Bounds | None:
     """Return the values to show as black and white, if the file states such a window."""
     low = float(header["cal_min"])
     high = float(header["cal_max"])
@@ -143,7 +144,7 @@ def _dtype(header: Any) -> np.dtype[Any]:
     return stored
 
 
-def _scaling(header: Any, stored: np.dtype[Any]) -> tuple[float, float]:
+def _scaling(header: Any, stored: np.dtype[Any]) -> Scaling:
     """Return slope and intercept; a slope of 0 means none, and colours are never scaled (nifti1.h, DATA SCALING)."""
     try:
         slope, intercept = header.get_slope_inter()
@@ -154,7 +155,7 @@ def _scaling(header: Any, stored: np.dtype[Any]) -> tuple[float, float]:
     return slope, intercept
 
 
-def _colours(values: NDArray[Any]) -> NDArray[np.uint8]:
+def _colours(values: Numbers) -> NDArray[np.uint8]:
     """Return RGB, shape (I, J, K, 3)."""
     if values.shape[3] != 1:
         raise ImageError(Reason.SHAPE, "dim: colours with a further axis of channels")
@@ -164,7 +165,7 @@ def _colours(values: NDArray[Any]) -> NDArray[np.uint8]:
     return np.concatenate([values[name] for name in "RGB"], axis=3)
 
 
-def _matrix(header: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
+def _matrix(header: Any, shape: Shape) -> NDArray[np.float64]:
     """Return the matrix from voxels to mm: that of sform, else of qform, else of the sides of voxels alone."""
     pixdim = header["pixdim"]
     is_thin = np.array(shape[:3]) == 1
@@ -195,7 +196,7 @@ def _matrix(header: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     return matrix
 
 
-def _fill_thin_axis(matrix: NDArray[np.float64], is_thin: NDArray[np.bool_]) -> None:
+def _fill_thin_axis(matrix: NDArray[np.float64], is_thin: Mask) -> None:
     """Give an axis of one voxel that sform maps to nothing, as of a flat image, the direction across the others."""
     is_empty = is_thin & ~matrix[:3, :3].any(axis=0)
     if is_empty.sum() != 1:

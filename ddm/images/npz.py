@@ -11,11 +11,11 @@ from typing import IO
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.rows import BLOCK_BYTES, FileArray, Rows, StoredArray, rows_of
+from ddm.images.types import Shape, Values, ValueType
 from ddm.io.files import decoding, require_file
 
 _NPY = "an npy without pickled objects"
@@ -44,8 +44,8 @@ class Header:
         offset: where the values begin, in bytes from the beginning of the npy.
     """
 
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
+    dtype: ValueType
+    shape: Shape
     by_columns: bool
     offset: int
 
@@ -103,12 +103,12 @@ class EncodedArray:
     offset: int | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Of the array."""
         return self.header.shape
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> ValueType:
         """Of its values, in this machine's byte order."""
         return self.header.dtype.newbyteorder("=")
 
@@ -121,7 +121,7 @@ class EncodedArray:
             return stored
         return NativeOrder(stored)
 
-    def blocks(self) -> Iterator[NDArray[np.generic]]:
+    def blocks(self) -> Iterator[Values]:
         """Yield the rows in blocks, in memory that does not grow with their number.
 
         Raises:
@@ -137,7 +137,7 @@ class EncodedArray:
         for block in blocks:
             yield block.astype(self.dtype, copy=False)
 
-    def whole(self) -> NDArray[np.generic]:
+    def whole(self) -> Values:
         """Return all of it; the caller has looked at its size."""
         blocks = list(self.blocks())
         if not blocks:
@@ -146,7 +146,7 @@ class EncodedArray:
             return blocks[0]
         return np.concatenate(blocks)
 
-    def _in_order(self) -> Iterator[NDArray[np.generic]]:
+    def _in_order(self) -> Iterator[Values]:
         row_shape = self.shape[1:]
         row_bytes = prod(row_shape) * self.header.dtype.itemsize
         # Those of an npz go through the archive also where they are stored: it knows their checksum.
@@ -158,7 +158,7 @@ class EncodedArray:
             if handle.read(1):
                 raise ValueError("bytes after the last row")
 
-    def _compressed_by_columns(self) -> Iterator[NDArray[np.generic]]:
+    def _compressed_by_columns(self) -> Iterator[Values]:
         if self.header.num_bytes > _MAX_WHOLE_BYTES:
             detail = f"compressed in Fortran order, and more than {_MAX_WHOLE_BYTES} bytes: save it in C order"
             raise ImageError(Reason.TOO_LARGE, detail)
@@ -169,7 +169,7 @@ class EncodedArray:
         for rows in self._block_rows(BLOCK_BYTES):
             yield np.ascontiguousarray(whole[rows.start : rows.stop])
 
-    def _stored_by_columns(self, offset: int) -> Iterator[NDArray[np.generic]]:
+    def _stored_by_columns(self, offset: int) -> Iterator[Values]:
         """Read rows of an array whose first axis changes fastest: the same place of all rows, then the next place."""
         num_rows = self.shape[0]
         row_shape = self.shape[1:]
@@ -196,16 +196,16 @@ class NativeOrder:
     stored: StoredArray
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Of the array."""
         return self.stored.shape
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> ValueType:
         """In this machine's byte order."""
         return self.stored.dtype.newbyteorder("=")
 
-    def read(self, rows: Rows) -> NDArray[np.generic]:
+    def read(self, rows: Rows) -> Values:
         """Return rows; see `ddm.images.rows.StoredArray`."""
         return self.stored.read(rows).astype(self.dtype)
 

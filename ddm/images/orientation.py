@@ -13,15 +13,16 @@ from nibabel.orientations import (
 from numpy.typing import NDArray
 
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Values
 
 _LARGEST_COSINE = 1e-3  # between two axes: half a voxel in 500, more than rounding in headers makes
 _TARGET = axcodes2ornt(("S", "P", "L"))  # where D, H and W go to
 
 
 def oriented(
-    values: NDArray[np.generic],
+    values: Values,
     matrix: NDArray[np.float64],
-) -> tuple[NDArray[np.generic], tuple[float, float, float]]:
+) -> tuple[Values, tuple[float, float, float]]:
     """Turn and flip the last three axes, without resampling, each to the axis of the body that it is nearest to.
 
     Args:
@@ -55,9 +56,9 @@ def oriented(
 
 
 def flattened(
-    values: NDArray[np.generic],
+    values: Values,
     spacing: tuple[float, float, float],
-) -> tuple[NDArray[np.generic], tuple[float, ...]]:
+) -> tuple[Values, tuple[float, ...]]:
     """Turn a volume of one slice, shape (C, D, H, W), into the image of a screen, on which the head is up."""
     thin_axis = next(axis for axis in (1, 2, 3) if values.shape[axis] == 1)
     image = values.squeeze(thin_axis)

@@ -18,6 +18,7 @@ from ddm.images.parquet_footer import MAX_ENTRIES, RowGroup, read_footer
 from ddm.images.parquet_pages import check_pages
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.rows import BLOCK_BYTES, rows_of
+from ddm.images.types import Shape, Values, ValueType
 from ddm.io.files import decoding, require_file
 
 MAX_COLUMN_BYTES = 1 << 30
@@ -97,7 +98,7 @@ class ParquetTable:
             return True
         return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
-    def row_type(self, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+    def row_type(self, name: str) -> tuple[ValueType, Shape]:
         """Return type and shape of one picture: a tensor's own shape, of lists that of the first row.
 
         Raises:
@@ -118,7 +119,7 @@ class ParquetTable:
                 return dtype, ()
             return dtype, _shape_of_first(first_batch.column(0))
 
-    def pictures(self, name: str) -> Iterator[NDArray[np.generic]]:
+    def pictures(self, name: str) -> Iterator[Values]:
         """Yield the pictures of one column in blocks, shape (B, ...).
 
         Raises:
@@ -137,7 +138,7 @@ class ParquetTable:
         for batch in self._batches(names, 1):
             yield {name: batch.column(name)[0] for name in names}
 
-    def cells(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def cells(self, name: str, max_bytes: int) -> Values:
         """Return a column of text or numbers, one entry a row; of classes with names in the schema, their names.
 
         Args:
@@ -157,7 +158,7 @@ class ParquetTable:
         classes = self.class_names(name)
         if not _is_number(kind):
             raise DataError(name, expected="a column of text or numbers", got=str(kind))
-        blocks: list[NDArray[np.generic]] = []
+        blocks: list[Values] = []
         first = 0
         for batch in self._batches([name], _MAX_BATCH_ROWS):
             with decoding(_KIND):
@@ -291,7 +292,7 @@ def class_name(number: int, classes: Sequence[str]) -> str | None:
     return classes[number]
 
 
-def _text_array(name: str, texts: Sequence[str]) -> NDArray[np.generic]:
+def _text_array(name: str, texts: Sequence[str]) -> Values:
     """Return texts as an array, in which each has the room of the longest."""
     max_length = max(map(len, texts), default=0)
     num_bytes = _CHARACTER_BYTES * max_length * len(texts)
@@ -454,7 +455,7 @@ def _is_number(kind: Any) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
-def _numpy_type(kind: Any) -> np.dtype[np.generic]:
+def _numpy_type(kind: Any) -> ValueType:
     import pyarrow as pa
 
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
@@ -462,7 +463,7 @@ def _numpy_type(kind: Any) -> np.dtype[np.generic]:
             Reason.UNSUPPORTED,
             "a column of images that are neither image files, tensors nor lists of numbers",
         )
-    dtype: np.dtype[np.generic] = np.dtype(kind.to_pandas_dtype())
+    dtype: ValueType = np.dtype(kind.to_pandas_dtype())
     return dtype
 
 
@@ -474,7 +475,7 @@ def _is_list(kind: Any) -> bool:
     )
 
 
-def _shape_of_first(column: Any) -> tuple[int, ...]:
+def _shape_of_first(column: Any) -> Shape:
     """Return the shape of the first row of nested lists."""
     shape: list[int] = []
     while len(column) and _is_list(column.type):
@@ -485,10 +486,10 @@ def _shape_of_first(column: Any) -> tuple[int, ...]:
 
 def _pictures(
     column: Any,
-    dtype: np.dtype[np.generic],
-    shape: tuple[int, ...],
+    dtype: ValueType,
+    shape: Shape,
     first: int,
-) -> NDArray[np.generic]:
+) -> Values:
     import pyarrow as pa
 
     if isinstance(column.type, pa.FixedShapeTensorType):

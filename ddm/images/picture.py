@@ -6,9 +6,9 @@ from math import prod
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.images.reasons import Flag, ImageError, Reason
+from ddm.images.types import Bounds, Spacing, Values
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Picture:
             None where the type has no such bounds.
     """
 
-    values: NDArray[np.generic]
+    values: Values
     spacing: tuple[float, ...] | None = None
-    window: tuple[float, float] | None = None
-    full: tuple[float, float] | None = None
+    window: Bounds | None = None
+    full: Bounds | None = None
     spacing_in_mm: bool = True
 
 
@@ -87,7 +87,7 @@ class SliceLocation:
 
     series: str = field(repr=False)
     place_mm: float | None = None
-    sides_mm: tuple[float, float] | None = None
+    sides_mm: Spacing | None = None
     head: bool | None = None
 
 
@@ -142,7 +142,7 @@ class DecodedPicture(Picture):
         return replace(self, **{name: value for name, value in fields.items() if value is not None})
 
 
-def supported(values: NDArray[np.generic]) -> NDArray[np.generic]:
+def supported(values: Values) -> Values:
     """Return values in one of the types that `Picture` allows and in C order, without loss where the type allows.
 
     Raises:
@@ -163,7 +163,7 @@ def supported(values: NDArray[np.generic]) -> NDArray[np.generic]:
     return np.ascontiguousarray(values)
 
 
-def _supported_integer(values: NDArray[np.generic]) -> type[np.generic]:
+def _supported_integer(values: Values) -> type[np.generic]:
     size = values.dtype.itemsize
     signed = values.dtype.kind == "i"
     if signed and size <= 2:

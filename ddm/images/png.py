@@ -9,16 +9,15 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
 from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.pillow import opened
 from ddm.images.raster import BYTE_RANGE, WORD_RANGE, Metadata, over_black, picture_of, spacing_of
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Numbers, Spacing
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Colour types: table 11.1.
@@ -149,7 +148,7 @@ def _header(chunks: dict[bytes, list[bytes]]) -> _PngHeader:
     return _PngHeader(width, height, depth, colour, interlace)
 
 
-def _samples(header: _PngHeader, chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
+def _samples(header: _PngHeader, chunks: dict[bytes, list[bytes]]) -> Numbers:
     """Return the samples as they are in the file, shape (H, W, C), uint8 or uint16."""
     packed = b"".join(chunks[b"IDAT"])
     if header.depth < 16 or header.colour == _GREY:
@@ -177,7 +176,7 @@ def _unpacked(
     header: _PngHeader,
     packed: bytes,
     raw_mode: str | None = None,
-) -> NDArray[Any]:
+) -> Numbers:
     """Unpack, unfilter and deinterlace with Pillow, which also reads a raw mode other than the header's."""
     # The two zeros are the only methods of compression and filtering that there are.
     fields = (header.width, header.height, header.depth, header.colour, 0, 0, header.interlace)
@@ -191,7 +190,7 @@ def _unpacked(
             if raw_mode is not None:
                 tile = image.tile[0]
                 image.tile = [tile._replace(args=raw_mode)]
-            values: NDArray[Any] = np.array(image)
+            values: Numbers = np.array(image)
     except (OSError, SyntaxError) as error:
         if "truncated" in str(error):
             raise ImageError(Reason.TRUNCATED, "IDAT") from error
@@ -210,9 +209,9 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 def _colours(
     header: _PngHeader,
-    samples: NDArray[Any],
+    samples: Numbers,
     chunks: dict[bytes, list[bytes]],
-) -> NDArray[Any]:
+) -> Numbers:
     """Return greys or RGB, transparency laid over black; 1, 2 and 4 bits are spread over 0 to 255."""
     transparency = chunks.get(b"tRNS", [None])[0]
     if header.colour == _PALETTE:
@@ -236,10 +235,10 @@ def _colours(
 
 def _from_palette(
     header: _PngHeader,
-    indices: NDArray[Any],
+    indices: Numbers,
     chunks: dict[bytes, list[bytes]],
     transparency: bytes | None,
-) -> NDArray[Any]:
+) -> Numbers:
     entries = chunks.get(b"PLTE", [b""])[0]
     num_bytes = len(entries)
     # Three bytes an entry, and no more entries than indices of this depth can name.
@@ -254,7 +253,7 @@ def _from_palette(
         alpha = np.full(len(palette), 255, np.uint8)
         alpha[: len(transparency)] = np.frombuffer(transparency, np.uint8)
         palette = over_black(palette, alpha, 255)
-    colours: NDArray[Any] = palette[indices]
+    colours: Numbers = palette[indices]
     return colours
 
 
@@ -288,7 +287,7 @@ def _inflated(name: bytes, data: bytes) -> bytes:
         return b""
 
 
-def _spacing(chunks: dict[bytes, list[bytes]]) -> tuple[float, float] | None:
+def _spacing(chunks: dict[bytes, list[bytes]]) -> Spacing | None:
     data = chunks.get(b"pHYs", [b""])[0]
     if len(data) != 9:
         return None

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+
+from ddm.images.types import Bounds, Shape, Values
 
 SMALL_SHARE = 0.6  # of the range: below it there is a remark
 MAX_ENLARGEMENT = 2.0
@@ -62,7 +64,7 @@ class RangeUse:
         high = float(np.percentile(high_N, _HIGH_PERCENTILE, method="higher"))
         return cls(len(low_N), float(low_N.min()), float(high_N.max()), low, high)
 
-    def share(self, value_range: tuple[float, float]) -> float:
+    def share(self, value_range: Bounds) -> float:
         """Return the share of a range between `low` and `high`."""
         begin, end = value_range
         used = min(self.high, end) - max(self.low, begin)
@@ -81,7 +83,7 @@ class RangeCounter:
         self._lowest.append(lowest)
         self._highest.append(highest)
 
-    def add_images(self, images: NDArray[np.generic]) -> None:
+    def add_images(self, images: Values) -> None:
         """Count the images of an array, shape (N, ...)."""
         if not images.size:
             return
@@ -96,14 +98,14 @@ class RangeCounter:
         return RangeUse.of(self._lowest, self._highest)
 
 
-def range_of_type(dtype: str) -> tuple[float, float] | None:
+def range_of_type(dtype: str) -> Bounds | None:
     """Return the range that arrays of this type are spread over the plan's by; None for floating point and others."""
     return {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}.get(dtype)
 
 
 def range_remarks(
     use: RangeUse | None,
-    value_range: tuple[float, float],
+    value_range: Bounds,
     kind: ValueKind,
     *,
     subject: str = "Values",
@@ -136,7 +138,7 @@ def range_remarks(
     return [f"{remark}. {_remedy(use, value_range, kind)}"]
 
 
-def _range_words(value_range: tuple[float, float], kind: ValueKind) -> str:
+def _range_words(value_range: Bounds, kind: ValueKind) -> str:
     begin, end = value_range
     owner = {
         ValueKind.FLOATS: "the declared range",
@@ -155,7 +157,7 @@ def _percent(share: float) -> str:
 
 def _remedy(
     use: RangeUse,
-    value_range: tuple[float, float],
+    value_range: Bounds,
     kind: ValueKind,
 ) -> str:
     begin, end = value_range
@@ -219,5 +221,5 @@ class EnlargementCounter:
         ]
 
 
-def _sides(sides: tuple[int, ...]) -> str:
+def _sides(sides: Shape) -> str:
     return " x ".join(map(str, sides))

@@ -5,14 +5,13 @@ import re
 import struct
 import warnings
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from ddm.images.picture import DecodedPicture, Picture, supported
 from ddm.images.reasons import Flag, ImageError, Reason
+from ddm.images.types import Bounds, Numbers, Spacing, Values
 
 BYTE_RANGE = (0.0, 255.0)
 WORD_RANGE = (0.0, 65535.0)
@@ -55,12 +54,12 @@ _XMP_THUMBNAIL = b"xmpGImg"
 
 
 def picture_of(
-    values: NDArray[np.generic],
+    values: Values,
     kind: str,
     *,
-    full: tuple[float, float] | None,
+    full: Bounds | None,
     orientation: int = UPRIGHT,
-    spacing: tuple[float, float] | None = None,
+    spacing: Spacing | None = None,
     flags: frozenset[Flag] = frozenset(),
 ) -> DecodedPicture:
     """Return an image as it is on a screen.
@@ -88,7 +87,7 @@ def picture_of(
     return DecodedPicture.of(picture, flags, kind)
 
 
-def upright(values: NDArray[np.generic], orientation: int) -> NDArray[np.generic]:
+def upright(values: Values, orientation: int) -> Values:
     """Turn an image, shape (C, H, W), so that its visual top is the first row and its visual left the first column.
 
     Tag 274 of TIFF 6.0 and EXIF says where the first row and the first column of the file are: 2 top, right; 3 bottom,
@@ -119,10 +118,10 @@ def swaps_sides(orientation: int) -> bool:
 
 
 def over_black(
-    colours: NDArray[Any],
-    alpha: NDArray[Any],
+    colours: Numbers,
+    alpha: Numbers,
     top: int,
-) -> NDArray[Any]:
+) -> Numbers:
     """Lay colours over black, rounded to the nearest: what is transparent becomes invisible.
 
     Args:
@@ -137,7 +136,7 @@ def over_black(
     return product.astype(colours.dtype)
 
 
-def rgb_of_inks(inks: NDArray[Any], top: int) -> NDArray[Any]:
+def rgb_of_inks(inks: Numbers, top: int) -> Numbers:
     """Return RGB of cyan, magenta, yellow and black, shape (H, W, 4), where 0 is no ink: the formula without a profile.
 
     Red is (1 - cyan) (1 - black), and so on: PostScript Language Reference, 7.2.4 in its multiplicative form, as
@@ -151,7 +150,7 @@ def spacing_of(
     per_row: float,
     per_column: float,
     unit_mm: float | None,
-) -> tuple[float, float] | None:
+) -> Bounds | None:
     """Return the spacing of pixels that are not square; None for square ones, whose resolution is that of a screen.
 
     Args:

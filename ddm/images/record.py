@@ -14,6 +14,7 @@ from pydantic import Field
 from ddm.images.patients import PatientRule, keyed, pseudonyms
 from ddm.images.picture import DecodedPicture, SliceLocation
 from ddm.images.reasons import Flag, Reason
+from ddm.images.types import Values
 from ddm.protocol.base import Model
 
 HASH_SIDE = 16
@@ -149,7 +150,7 @@ def _slice_record(location: SliceLocation | None, key: bytes) -> SliceRecord | N
     )
 
 
-def difference_hash(values: NDArray[np.generic]) -> str | None:
+def difference_hash(values: Values) -> str | None:
     """Return for each cell of a grid whether it is brighter than its right neighbour: 16 x 16 bits, in hexadecimal.
 
     The grid has 16 x 17 cells; a cell is the mean of at most 4 x 4 values. Of a volume the middle slice counts, of

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError
+from ddm.images.types import Shape, Values, ValueType
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 23  # of float32 values, in one block of a pass over all images
 Rows = range | NDArray[np.int64]
 """The numbers of rows: some that follow each other, or any."""
-Convert = Callable[[NDArray[np.generic], Rows], "Tensor"]
+Convert = Callable[[Values, Rows], "Tensor"]
 """Turns stored rows into float32 on the CPU; their numbers are for error messages."""
 
 
@@ -35,7 +36,7 @@ class Images(Protocol):
     """
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """(N, ...)."""
         ...
 
@@ -48,16 +49,16 @@ class StoredArray(Protocol):
     """An array that is read by rows, in the type that it is stored in."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """(N, ...)."""
         ...
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> ValueType:
         """As it is stored."""
         ...
 
-    def read(self, rows: Rows) -> NDArray[np.generic]:
+    def read(self, rows: Rows) -> Values:
         """Return the rows in this order, in memory of their own; the numbers are in [0, N)."""
         ...
 
@@ -78,8 +79,8 @@ class FileArray:
     """
 
     path: Path
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
+    dtype: ValueType
+    shape: Shape
     offset: int
     _descriptor: int = field(init=False, repr=False, compare=False)
 
@@ -97,7 +98,7 @@ class FileArray:
                 got=f"{size} bytes",
             )
 
-    def read(self, rows: Rows) -> NDArray[np.generic]:
+    def read(self, rows: Rows) -> Values:
         """Return rows; see `StoredArray`."""
         shape = (len(rows), *self.shape[1:])
         values = np.empty(shape, self.dtype)
@@ -108,7 +109,7 @@ class FileArray:
                 self._fill(values[place : place + 1], row)
         return values
 
-    def _fill(self, values: NDArray[np.generic], first_row: int) -> None:
+    def _fill(self, values: Values, first_row: int) -> None:
         buffer = values.reshape(-1).view(np.uint8).data
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         start = self.offset + first_row * row_bytes
@@ -150,17 +151,17 @@ class JoinedArrays:
             )
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """(N, ...) of all parts."""
         num_rows = sum(part.shape[0] for part in self.parts)
         return (num_rows, *self.parts[0].shape[1:])
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> ValueType:
         """Of all parts."""
         return self.parts[0].dtype
 
-    def read(self, rows: Rows) -> NDArray[np.generic]:
+    def read(self, rows: Rows) -> Values:
         """Return rows; see `StoredArray`."""
         shape = (len(rows), *self.shape[1:])
         values = np.empty(shape, self.dtype)
@@ -186,7 +187,7 @@ class JoinedArrays:
 class _Lazy:
     """What is read row by row and looks like a tensor in the two ways that `Images` names."""
 
-    shape: tuple[int, ...]
+    shape: Shape
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -361,7 +362,7 @@ def feed(update: Callable[[memoryview], object], images: Images) -> None:
 def write_rows(
     handle: "Writable",
     shape: Sequence[int],
-    dtype: np.dtype[np.generic],
+    dtype: ValueType,
     rows: Iterable[object],
 ) -> None:
     """Write an npy file from blocks of rows, in C order.

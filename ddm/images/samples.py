@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
@@ -29,6 +28,7 @@ from ddm.images.ranges import (
 from ddm.images.read import PictureReader, find_readable
 from ddm.images.rows import BLOCK_BYTES, rows_of
 from ddm.images.transform import Transform, mapped, with_channels
+from ddm.images.types import Mask, Values
 from ddm.io.files import require_file
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
@@ -58,7 +58,7 @@ class ImageSet:
     spec: DataSpec
     files: tuple[Path, ...]
     arrays: ImageArrays | None = None
-    stored: Sequence[NDArray[np.generic]] | None = None
+    stored: Sequence[Values] | None = None
     count_P: Sequence[int] = ()
     labels: Sequence[str | None] = ()
     captions: Sequence[str | None] = ()
@@ -114,7 +114,7 @@ class ImageSet:
             names.add(_CAPTIONS[0])
         return frozenset(names)
 
-    def column(self, name: str) -> NDArray[np.generic]:
+    def column(self, name: str) -> Values:
         """Return one entry for each image; of what became several images, each has the same entry.
 
         Raises:
@@ -149,7 +149,7 @@ class ImageSet:
         whole_counter.add_images(whole_numbers)
         return range_remarks(whole_counter.use(), type_range, ValueKind.WHOLE)
 
-    def _stored_blocks(self) -> Iterator[NDArray[np.generic]]:
+    def _stored_blocks(self) -> Iterator[Values]:
         if self.stored is not None:
             num_rows = rows_of(BLOCK_BYTES, self.spec.shape)
             for start in range(0, len(self.stored), num_rows):
@@ -157,7 +157,7 @@ class ImageSet:
         elif self.arrays is not None:
             yield from self.arrays.unpacked()
 
-    def _column_of_pictures(self, name: str) -> NDArray[np.generic]:
+    def _column_of_pictures(self, name: str) -> Values:
         cells: Sequence[str | None] = ()
         if name in _LABELS:
             cells = self.labels
@@ -219,7 +219,7 @@ def _transformed(
     """Take every picture through the transform; what it makes stays in memory, in its compact type."""
     reader = PictureReader(data, subject)
     enlargements = EnlargementCounter()
-    stored: list[NDArray[np.generic]] = []
+    stored: list[Values] = []
     count_P: list[int] = []
     labels: list[str | None] = []
     captions: list[str | None] = []
@@ -347,7 +347,7 @@ def read_mask(path: Path, spec: DataSpec) -> Tensor:
     return torch.from_numpy(is_drawn)
 
 
-def _mask_of_picture(path: Path, spec: DataSpec) -> NDArray[np.bool_]:
+def _mask_of_picture(path: Path, spec: DataSpec) -> Mask:
     reader = PictureReader(find_readable(path), "mask")
     pictures = [named.picture for named in reader]
     reader.require_all()

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from ddm.errors import DataError
 from ddm.images.array_files import ImageArrays
 from ddm.images.rows import Rows, StoredArray
+from ddm.images.types import Shape, Values, ValueType
 from ddm.protocol.base import sha256_hex
 
 
@@ -42,7 +43,7 @@ class SelectedRows:
             return None
         return _SelectedArray(array, self._row_N)
 
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+    def unpacked(self) -> Iterator[Values]:
         """Yield the rows in blocks."""
         first = 0
         for block in self._source.unpacked():
@@ -57,7 +58,7 @@ class SelectedRows:
         """The names of the columns."""
         return self._source.columns
 
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def column(self, name: str, max_bytes: int) -> Values:
         """Return one entry for each of the rows."""
         column = self._source.column(name, max_bytes)
         if len(column) != len(self._source):
@@ -65,7 +66,7 @@ class SelectedRows:
             raise DataError(name, expected=expected, got=f"{len(column)}")
         return column[self._row_N]
 
-    def column_shape(self, name: str) -> tuple[int, ...]:
+    def column_shape(self, name: str) -> Shape:
         """Return the shape of a column, with as many entries as there are rows."""
         shape = self._source.column_shape(name)
         if shape[:1] == (len(self._source),):
@@ -79,14 +80,14 @@ class _SelectedArray:
     row_N: NDArray[np.int64]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (len(self.row_N), *self.array.shape[1:])
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> ValueType:
         return self.array.dtype
 
-    def read(self, rows: Rows) -> NDArray[np.generic]:
+    def read(self, rows: Rows) -> Values:
         if isinstance(rows, range):
             chosen = self.row_N[rows.start : rows.stop]
         else:

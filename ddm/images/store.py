@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.images.array_files import ImageArrays, open_arrays
@@ -25,6 +24,7 @@ from ddm.images.parquet import ParquetTable
 from ddm.images.patients import canonical, is_missing
 from ddm.images.rows import StoredArray
 from ddm.images.transform import Transform
+from ddm.images.types import Shape, Values
 from ddm.images.unpacked import unpacked_path
 from ddm.io.files import replacing
 from ddm.io.space import require_free_space
@@ -99,7 +99,7 @@ class StoredCohort:
         """Return the array."""
         return self._rows.in_place()
 
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+    def unpacked(self) -> Iterator[Values]:
         """Yield all rows in blocks."""
         return self._rows.unpacked()
 
@@ -110,7 +110,7 @@ class StoredCohort:
             return frozenset()
         return frozenset(name for name, cell in _COLUMN_NAMES.items() if cell in self._table.names)
 
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def column(self, name: str, max_bytes: int) -> Values:
         """Return one entry for each row.
 
         Raises:
@@ -124,7 +124,7 @@ class StoredCohort:
             )
         return self._table.cells(_COLUMN_NAMES[name], max_bytes)
 
-    def column_shape(self, name: str) -> tuple[int, ...]:
+    def column_shape(self, name: str) -> Shape:
         """Return the shape of a column, one entry for each row."""
         return (len(self),)
 

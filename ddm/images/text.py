@@ -11,12 +11,12 @@ without text are suspected: docs/results/burned-in-text.md.
 # Shape legend: H height, W width of an image at one scale.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddm.images.text_reader import reads_letters
+from ddm.images.types import Mask, Numbers, Values
 
 _MIN_SIDE = 48  # pixels of an image that is searched
 _SCALES = 5  # each half of the one before: letters of up to 160 pixels
@@ -86,7 +86,7 @@ class ValueRange:
         return self.high - self.low
 
     @classmethod
-    def of(cls, rows_HW: NDArray[np.generic]) -> "ValueRange":
+    def of(cls, rows_HW: Values) -> "ValueRange":
         """Return the range of an image by some of its rows, but for the extremes of a few: of hot pixels."""
         lowest_H = np.sort(rows_HW.min(1))
         highest_H = np.sort(rows_HW.max(1))
@@ -104,7 +104,7 @@ class ValueRange:
         return cls(low, high, fits)
 
 
-def suspect_text(values: NDArray[np.generic]) -> bool:
+def suspect_text(values: Values) -> bool:
     """Return whether an image, shape (C, H, W), may hold text, upright or turned by a quarter.
 
     Ribs lie above each other like the letters of a line that is turned, so that such a line is suspected only where it
@@ -126,7 +126,7 @@ def suspect_text(values: NDArray[np.generic]) -> bool:
     return False
 
 
-def _suspect_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange) -> bool:
+def _suspect_turned_line(grey_HW: Values, value_range: ValueRange) -> bool:
     # In the transposed image, a line that is turned runs along the rows, mirrored in one of two ways.
     transposed_HW = np.ascontiguousarray(grey_HW.T)
     line = strongest_line(transposed_HW, value_range, _SUSPICIOUS_TURNED_EDGES, _TURNED_EDGE_STEPS)
@@ -144,7 +144,7 @@ def _suspect_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange) 
     return reads_letters(right_to_left_HW, line.top, mirrored_left, line.height, line.length)
 
 
-def _grey_views(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
+def _grey_views(values: Values) -> Iterator[Values]:
     """Yield the grey images, shape (H, W), in which text of an image, shape (C, H, W), is visible.
 
     Of a colour image these are the brightest and the darkest channel of each pixel: letters of any colour differ in one
@@ -158,7 +158,7 @@ def _grey_views(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
 
 
 def strongest_line(
-    grey_HW: NDArray[np.generic],
+    grey_HW: Values,
     value_range: ValueRange,
     enough_edges: float = _SUSPICIOUS_EDGES,
     edge_steps: Sequence[float] = _EDGE_STEPS,
@@ -180,7 +180,7 @@ def strongest_line(
     margin = _LETTER_HEIGHTS[-1] << (_SCALES - 1)
     start = max(0, _SAMPLED_ROWS * int(busy_rows[0]) - margin)
     stop = _SAMPLED_ROWS * int(busy_rows[-1]) + margin
-    part_HW: NDArray[Any] = grey_HW[start:stop].astype(np.float32)
+    part_HW: Numbers = grey_HW[start:stop].astype(np.float32)
     part_HW -= value_range.low
     part_HW /= value_range.span
     strongest = None
@@ -200,7 +200,7 @@ def strongest_line(
     return strongest
 
 
-def _may_hold_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange) -> bool:
+def _may_hold_turned_line(grey_HW: Values, value_range: ValueRange) -> bool:
     """Return whether there are about as many edges in a column as a line has that is turned by a quarter."""
     # A copy of one column in six: working along the columns of the image itself takes several times as long.
     sampled_HW = np.ascontiguousarray(grey_HW[:, ::_SAMPLED_COLUMNS])
@@ -214,28 +214,28 @@ def _may_hold_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange)
 
 
 def _sharp_steps(
-    grey_HW: NDArray[np.generic],
+    grey_HW: Values,
     min_step: float,
     value_range: ValueRange,
     axis: int,
-) -> NDArray[np.bool_]:
+) -> Mask:
     """Return where neighbours along an axis differ by more than a step."""
     # The difference of two values must not wrap around.
     dtype: type[np.int16] | type[np.float32] = np.float32
     if value_range.fits_int16:
         dtype = np.int16
-    signed_HW: NDArray[Any] = grey_HW.astype(dtype, copy=False)
+    signed_HW: Numbers = grey_HW.astype(dtype, copy=False)
     if axis == 0:
         steps_HW = signed_HW[1:] - signed_HW[:-1]
     else:
         steps_HW = signed_HW[:, 1:] - signed_HW[:, :-1]
     np.abs(steps_HW, out=steps_HW)
-    sharp_HW: NDArray[np.bool_] = steps_HW > min_step
+    sharp_HW: Mask = steps_HW > min_step
     return sharp_HW
 
 
 def _busy_rows(
-    rows_HW: NDArray[np.generic],
+    rows_HW: Values,
     min_step: float,
     value_range: ValueRange,
 ) -> NDArray[np.intp]:
@@ -290,7 +290,7 @@ def _line_length(letter_height: int) -> int:
     return _CELLS * int(_LINE_LENGTH * letter_height / _CELLS)
 
 
-def _crowded_parts(sharp_HW: NDArray[np.bool_]) -> Iterator[tuple[slice, slice]]:
+def _crowded_parts(sharp_HW: Mask) -> Iterator[tuple[slice, slice]]:
     """Yield the parts of an image in which edges stand as close together as in a line of text, or closer.
 
     Edges are counted in windows of 32 columns, eight columns apart, and as many rows as the lowest line has. A longer
@@ -344,7 +344,7 @@ def _edges(steps_HW: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.abs(steps_HW) * (rises_HW | falls_HW)
 
 
-def _lines(sharp_HW: NDArray[np.bool_], by_chance: float) -> Iterator[TextLine]:
+def _lines(sharp_HW: Mask, by_chance: float) -> Iterator[TextLine]:
     """Yield what may be a line of text, the strongest of each height.
 
     All counts of edges come from one integral image: those of any rectangle from four of its values.

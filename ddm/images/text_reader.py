@@ -10,10 +10,11 @@ import resource
 import shutil
 import subprocess
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ddm.images.types import Numbers, Values
 
 _PROGRAM = "tesseract"
 # 6: one block of text
@@ -46,7 +47,7 @@ def reader_path() -> str | None:
 
 
 def reads_letters(
-    grey_HW: NDArray[np.generic],
+    grey_HW: Values,
     top: int,
     left: int,
     height: int,
@@ -69,9 +70,9 @@ def reads_letters(
     return _reads_word(program, _prepared(grey_HW[rows, columns], height))
 
 
-def _prepared(part_HW: NDArray[np.generic], letter_height: int) -> NDArray[np.uint8]:
+def _prepared(part_HW: Values, letter_height: int) -> NDArray[np.uint8]:
     """Return a part of an image with dark letters on light ground, enlarged, with a margin."""
-    part: NDArray[Any] = part_HW.astype(np.float32)
+    part: Numbers = part_HW.astype(np.float32)
     low, high = np.percentile(part, (1, 99))
     part = ((part - low) / max(float(high - low), 1e-30)).clip(0, 1)
     # Letters cover less than their ground: where most of it is dark, the letters are bright.
@@ -86,10 +87,10 @@ def _prepared(part_HW: NDArray[np.generic], letter_height: int) -> NDArray[np.ui
 
 
 def _enlarged(
-    part: NDArray[Any],
+    part: Numbers,
     factor: int,
     axis: int,
-) -> NDArray[Any]:
+) -> Numbers:
     """Return a part that is enlarged along one axis, linearly between neighbours: hard steps are no letters to it."""
     num = part.shape[axis]
     places = ((np.arange(num * factor) + 0.5) / factor - 0.5).clip(0, num - 1)
@@ -101,7 +102,7 @@ def _enlarged(
     else:
         share = share[None, :]
     nearer = part.take(before, axis) * (1 - share)
-    enlarged: NDArray[Any] = nearer + part.take(after, axis) * share
+    enlarged: Numbers = nearer + part.take(after, axis) * share
     return enlarged
 
 

@@ -8,11 +8,9 @@ what further samples are, colours become grey or RGB, and the image is turned.
 import re
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tifffile
-from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
 from ddm.images.picture import DecodedPicture, DecodeLimits
@@ -30,6 +28,7 @@ from ddm.images.tiff_samples import (
     check_page,
     samples_of,
 )
+from ddm.images.types import Bounds, Numbers, Spacing
 
 # Values of ExtraSamples.
 _UNSPECIFIED = 0
@@ -311,7 +310,7 @@ def _picture(
     )
 
 
-def _bounds(page: tifffile.TiffPage, top: int) -> tuple[float, float] | None:
+def _bounds(page: tifffile.TiffPage, top: int) -> Bounds | None:
     """Return the bounds of the type; None for 32 bits and more, and for floating point."""
     if page.sampleformat == FLOATING or page.bitspersample > 16:
         return None
@@ -320,7 +319,7 @@ def _bounds(page: tifffile.TiffPage, top: int) -> tuple[float, float] | None:
     return 0.0, float(top)
 
 
-def _spacing(page: tifffile.TiffPage) -> tuple[float, float] | None:
+def _spacing(page: tifffile.TiffPage) -> Spacing | None:
     across, down = (page.tags.valueof(name, (0, 0)) for name in ("XResolution", "YResolution"))
     if len(across) != 2 or len(down) != 2 or not across[1] or not down[1]:
         return None
@@ -331,12 +330,12 @@ def _spacing(page: tifffile.TiffPage) -> tuple[float, float] | None:
     )
 
 
-def _inverted(colours: NDArray[Any], full: tuple[float, float] | None) -> NDArray[Any]:
+def _inverted(colours: Numbers, full: Bounds | None) -> Numbers:
     """Return greys whose white was zero, turned within the bounds of their type.
 
     Values without bounds are turned within their own lowest and highest, as in DICOM.
     """
-    inverted: NDArray[Any]
+    inverted: Numbers
     if full is not None:
         # Of signed numbers -1 - v, which is lowest + highest - v in two's complement.
         if full[0] < 0:
@@ -402,7 +401,7 @@ def _check_inks(page: tifffile.TiffPage) -> None:
         raise ImageError(Reason.UNSUPPORTED, "DotRange: other than the full range")
 
 
-def _palette(page: tifffile.TiffPage) -> NDArray[Any]:
+def _palette(page: tifffile.TiffPage) -> Numbers:
     """Return the colours of a palette, shape (entries, 3), in 8 bits if these say all, else in 16."""
     if page.sampleformat not in UNSIGNED or page.bitspersample > 16:
         raise ImageError(

@@ -7,16 +7,15 @@ a word (LZW, PackBits), so that each strip or tile is held to the number of its 
 # Shape legend: H height, W width, S samples of a pixel.
 from collections.abc import Iterator
 from math import ceil
-from typing import Any
 
 import imagecodecs
 import numpy as np
 import tifffile
-from numpy.typing import NDArray
 
 from ddm.images import jpeg
 from ddm.images.picture import DecodeLimits
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Numbers, Shape
 
 NONE = 1
 LZW = 5
@@ -134,7 +133,7 @@ def _segment(page: tifffile.TiffPage) -> tuple[int, int]:
     return page.rowsperstrip, page.imagewidth
 
 
-def samples_of(page: tifffile.TiffPage) -> NDArray[Any]:
+def samples_of(page: tifffile.TiffPage) -> Numbers:
     """Return the samples of a page, shape (H, W, S), in the type of the file and the byte order of the machine.
 
     Raises:
@@ -201,7 +200,7 @@ def _decompressed(
     page: tifffile.TiffPage,
     compression: int,
     data: bytes,
-    shape: tuple[int, ...],
+    shape: Shape,
 ) -> bytes:
     """Return the bytes of a strip or tile of this shape (1, H, W, S), which may be packed with more rows."""
     row_bytes = ceil(shape[2] * shape[3] * page.bitspersample / 8)
@@ -227,8 +226,8 @@ def _decompressed(
 def _of_jpeg(
     page: tifffile.TiffPage,
     data: bytes,
-    shape: tuple[int, ...],
-) -> NDArray[Any]:
+    shape: Shape,
+) -> Numbers:
     """Return the samples of a strip or tile that is a stream of JPEG: TIFF Technical Note 2."""
     if page.jpegtables:
         # The tables end with an end of image and the data begin with a start of image: without the two, both are one

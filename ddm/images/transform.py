@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite, prod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ from ddm.images.geometry import (
     slices_of,
 )
 from ddm.images.picture import Picture
+from ddm.images.types import Bounds, Numbers, Shape, Values, ValueType
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import (
     FullRange,
@@ -101,7 +102,7 @@ class Transform:
         )
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> ValueType:
         """The compact type of `stored`."""
         return np.dtype(self.spec.storage)
 
@@ -151,7 +152,7 @@ class Transform:
             return self.blank, str(problem)
         return samples, None
 
-    def resampled_sides(self, picture: Picture) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def resampled_sides(self, picture: Picture) -> tuple[Shape, Shape]:
         """Return the sides of a picture that the plan takes, of a volume's slices, and the sides that they get.
 
         It follows from the header alone: a picture whose content is cut out is enlarged more than that.
@@ -171,7 +172,7 @@ class Transform:
                 spacing = (*spacing[:axis], *spacing[axis + 1 :])
         return sides, resampled_size(self.spec, sides, spacing, self.data.shape[1:])
 
-    def stored(self, sample: Floats) -> NDArray[np.generic]:
+    def stored(self, sample: Floats) -> Values:
         """Return a sample in its compact type; see `to_stored`."""
         return to_stored(sample, self.spec.storage, self.data.range)
 
@@ -272,10 +273,10 @@ class Transform:
 
 
 def with_channels(
-    values: NDArray[np.generic],
+    values: Values,
     spec: TransformSpec,
     num_channels: int,
-) -> NDArray[np.generic]:
+) -> Values:
     """Return the channels that the plan requires.
 
     Args:
@@ -297,7 +298,7 @@ def with_channels(
         return values[list(spec.pick)]
     if spec.channels == "grey" and num_found == 3:
         red, green, blue = (values[channel].astype(np.float32) for channel in range(3))
-        grey: NDArray[np.generic] = _RED_WEIGHT * red + _GREEN_WEIGHT * green + _BLUE_WEIGHT * blue
+        grey: Values = _RED_WEIGHT * red + _GREEN_WEIGHT * green + _BLUE_WEIGHT * blue
         return grey[None]
     if spec.channels == "rgb" and num_found == 1:
         return np.broadcast_to(values, (3, *values.shape[1:]))
@@ -322,10 +323,10 @@ def _remedy(num_found: int, num_channels: int) -> str | None:
 
 
 def bounds(
-    values: NDArray[np.generic],
+    values: Values,
     picture: Picture,
     spec: TransformSpec,
-) -> tuple[float, float]:
+) -> Bounds:
     """Return the two values that become the ends of the plan's range.
 
     Args:
@@ -352,15 +353,15 @@ def bounds(
 
 
 def _range_bounds(
-    values: NDArray[np.generic],
+    values: Values,
     picture: Picture,
     spec: WindowRange | ValuesRange | PercentilesRange | FullRange,
-) -> tuple[float, float]:
+) -> Bounds:
     match spec:
         case ValuesRange(low=low, high=high):
             return low, high
         case PercentilesRange(low=low, high=high):
-            numbers: NDArray[Any] = values
+            numbers: Numbers = values
             lower_bound, upper_bound = np.percentile(numbers, (low, high))
             return lower_bound, upper_bound
         case FullRange():
@@ -387,10 +388,10 @@ def _range_bounds(
 
 
 def mapped(
-    values: NDArray[np.generic],
+    values: Values,
     low: float,
     high: float,
-    target: tuple[float, float],
+    target: Bounds,
 ) -> NDArray[np.float32]:
     """Map `low` and `high` to the ends of `target`, linearly, and clip values beyond; in double precision.
 
@@ -413,8 +414,8 @@ def mapped(
 def to_stored(
     values: NDArray[np.float32],
     storage: Literal["uint8", "uint16", "float16"],
-    target: tuple[float, float],
-) -> NDArray[np.generic]:
+    target: Bounds,
+) -> Values:
     """Return values of the plan's range in their compact type, in double precision until they are rounded.
 
     For `uint8` and `uint16`, whose largest number is m, the stored number n means ``low + (high - low) n / m``. A value

@@ -14,6 +14,7 @@ from ddm.images.content import FileContent
 from ddm.images.orientation import flattened, oriented
 from ddm.images.picture import DecodedPicture, Picture, supported
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Bounds, Numbers, Shape, Values
 
 _GZIP = b"\x1f\x8b"
 _BLOCK_BYTES = 1 << 20
@@ -32,10 +33,10 @@ def read_header(content: FileContent, size: int) -> bytes:
 def read_volumes(
     content: FileContent,
     start: int,
-    shape: tuple[int, ...],
+    shape: Shape,
     kind: np.dtype[Any],
     num: int,
-) -> Iterator[NDArray[Any]]:
+) -> Iterator[Numbers]:
     """Yield volumes that follow each other in a file, one in memory at a time.
 
     Args:
@@ -102,12 +103,12 @@ def _read_rest(stream: BinaryIO) -> bytes:
 
 
 def picture_of_volume(
-    values: NDArray[np.generic],
+    values: Values,
     matrix: NDArray[np.float64],
     kind: str,
     *,
-    window: tuple[float, float] | None,
-    full: tuple[float, float] | None,
+    window: Bounds | None,
+    full: Bounds | None,
 ) -> DecodedPicture:
     """Return a volume (C, D, H, W), or the image (C, H, W) of its one slice.
 
@@ -130,7 +131,7 @@ def bounds_of(
     kind: np.dtype[Any],
     slope: float = 1.0,
     intercept: float = 0.0,
-) -> tuple[float, float] | None:
+) -> Bounds | None:
     """Return the bounds of whole numbers of 8 or 16 bits, rescaled; None for other types."""
     if kind.kind not in "iu" or kind.itemsize > 2:
         return None

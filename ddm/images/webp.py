@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from ddm.images.content import FileContent
@@ -12,6 +11,7 @@ from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.pillow import opened
 from ddm.images.raster import BYTE_RANGE, Metadata, over_black, picture_of
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.types import Numbers
 
 
 def read(
@@ -52,8 +52,8 @@ def read(
                 )
 
 
-def _colours(image: Image.Image) -> NDArray[Any]:
-    values: NDArray[Any] = np.asarray(image)
+def _colours(image: Image.Image) -> Numbers:
+    values: Numbers = np.asarray(image)
     if image.mode == "RGBA":
         return over_black(values[..., :3], values[..., 3], 255)
     if image.mode != "RGB":

@@ -24,13 +24,13 @@ from itertools import chain, islice
 from typing import IO, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddm.errors import SetupError
 from ddm.images.patients import DIGEST_CHARACTERS, PatientRule
 from ddm.images.picture import DecodeLimits, Picture
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
+from ddm.images.types import Bounds, Values
 from ddm.images.worker import HEADER, READY
 from ddm.protocol.base import Model
 from ddm.system.process_table import processor_use
@@ -516,8 +516,8 @@ class _PictureFields(Model):
     """What a decoder says of a picture beside its record; see `Picture`."""
 
     spacing: tuple[float, ...] | None
-    window: tuple[float, float] | None
-    full: tuple[float, float] | None
+    window: Bounds | None
+    full: Bounds | None
 
 
 def _picture(
@@ -527,5 +527,5 @@ def _picture(
 ) -> Picture:
     # A file may have taken its decoder over, so that these fields are checked as the record is.
     fields = _PictureFields.model_validate_json(json.dumps(answer))
-    array: NDArray[np.generic] = np.frombuffer(values, np.dtype(record.dtype)).reshape(record.shape)
+    array: Values = np.frombuffer(values, np.dtype(record.dtype)).reshape(record.shape)
     return Picture(array, fields.spacing or None, fields.window, fields.full)

@@ -57,6 +57,7 @@ def class_rows(
             expected=f"int64 ({num},)",
             got=f"{c_B.dtype} {tuple(c_B.shape)}",
         )
+    # A sample without a class has -1, and with it row 0.
     return c_B.to(device) + 1
 
 
@@ -108,17 +109,20 @@ class TextEmbedding(nn.Module):
             ShapeError: no tokens, more than the plan allows, or tokens of another width.
         """
         if c_BLD is None:
-            null = self.null.expand(num, 1, -1)
-            mask_B11L = torch.ones(num, 1, 1, 1, dtype=torch.bool, device=null.device)
-            return TextTokens(null, mask_B11L)
+            null_B1D = self.null.expand(num, 1, -1)
+            shape = (num, 1, 1, 1)
+            mask_B11L = torch.ones(shape, dtype=torch.bool, device=null_B1D.device)
+            return TextTokens(null_B1D, mask_B11L)
 
         check_text(c_BLD, num, self.condition)
         is_token_BL = (c_BLD != 0).any(-1)
         # A sample without a text attends to the learned token in its first place.
         is_null_BL = torch.zeros_like(is_token_BL)
         is_null_BL[:, 0] = ~is_token_BL.any(-1)
-        tokens_BLD = torch.where(is_null_BL[..., None], self.null, self.mlp(c_BLD))
+        embedded_BLD = self.mlp(c_BLD)
+        tokens_BLD = torch.where(is_null_BL[..., None], self.null, embedded_BLD)
         is_attended_BL = is_token_BL | is_null_BL
+        # Two axes more, over attention heads and over the tokens that attend.
         return TextTokens(tokens_BLD, is_attended_BL[:, None, None])
 
 
@@ -134,9 +138,12 @@ def check_text(
     """
     shape = tuple(c_BLD.shape)
     max_tokens = condition.max_tokens
-    fits = len(shape) == 3 and shape[0] == num and shape[2] == condition.dim
-    # The number of tokens after the rest: another shape may have no second side.
-    if not fits or not 0 < shape[1] <= max_tokens:
+    fits = False
+    if len(shape) == 3:
+        num_texts, num_tokens, dim = shape
+        has_tokens = 0 < num_tokens <= max_tokens
+        fits = num_texts == num and dim == condition.dim and has_tokens
+    if not fits:
         raise ShapeError(
             "text",
             expected=f"({num}, 1 to {max_tokens}, {condition.dim})",

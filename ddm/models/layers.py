@@ -32,7 +32,8 @@ class TimeEmbedding(nn.Module):
         half = TIME_FEATURES // 2
         # On the meta device torch would import its compiler for it, which takes a second.
         numbers = torch.arange(half, device="cpu")
-        frequencies = 1000.0 * torch.exp(-log(10_000.0) * numbers / half)
+        exponents = -log(10_000.0) * numbers / half
+        frequencies = 1000.0 * torch.exp(exponents)
         frequencies = frequencies.to(torch.get_default_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.mlp = nn.Sequential(
@@ -44,7 +45,9 @@ class TimeEmbedding(nn.Module):
     def forward(self, t_B: Tensor) -> Tensor:
         """Return one vector of the hidden width per time."""
         angle = t_B[:, None] * self.frequencies
-        waves = torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1)
+        cosines = torch.cos(angle)
+        sines = torch.sin(angle)
+        waves = torch.cat([cosines, sines], dim=-1)
         out: Tensor = self.mlp(waves)
         return out
 
@@ -78,7 +81,9 @@ def check_input(
     Raises:
         ShapeError: on either.
     """
-    if tuple(x_B.shape[1:]) != shape or t_B.shape != x_B.shape[:1]:
+    has_shape = tuple(x_B.shape[1:]) == shape
+    has_time_per_sample = t_B.shape == x_B.shape[:1]
+    if not has_shape or not has_time_per_sample:
         sides = ", ".join(map(str, shape))
         raise ShapeError(
             "model input",
@@ -100,6 +105,7 @@ def initialise(
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             nn.init.zeros_(module.bias)
+    # After all others, among which those of the time are.
     for module in time.mlp:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
@@ -116,7 +122,9 @@ def patches_of(x_BCHW: Tensor, patch: int) -> Tensor:
     split = x_BCHW.reshape(-1, channels, rows, patch, columns, patch)
     # Rows and columns of patches first, then what is within a patch: channels and pixels.
     by_place = split.permute(0, 2, 4, 1, 3, 5)
-    return by_place.reshape(-1, rows * columns, channels * patch * patch)
+    num_patches = rows * columns
+    values_per_patch = channels * patch * patch
+    return by_place.reshape(-1, num_patches, values_per_patch)
 
 
 def gather_tokens(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
@@ -137,6 +145,7 @@ def images_of(
     rows = height // patch
     columns = width // patch
     split = p_BND.reshape(-1, rows, columns, channels, patch, patch)
+    # To channel, then row of patches and row within the patch, then the same for columns.
     by_channel = split.permute(0, 3, 1, 4, 2, 5)
     return by_channel.reshape(-1, channels, height, width)
 
@@ -166,8 +175,9 @@ def sincos_positions(
         # Only the size counts; to compute on that device makes torch import its compiler, for a second.
         return torch.empty(rows * columns, hidden)
     quarter = hidden // 4
-    exponent = -log(10_000.0) * torch.arange(quarter) / max(quarter, 1)
-    frequencies = torch.exp(exponent)
+    numbers = torch.arange(quarter)
+    exponents = -log(10_000.0) * numbers / max(quarter, 1)
+    frequencies = torch.exp(exponents)
     # Places beyond the trained range would give features that the network has never seen.
     known_rows, known_columns = grid or (rows, columns)
     row_places = torch.arange(rows) * (known_rows / rows)
@@ -176,7 +186,8 @@ def sincos_positions(
     waves = []
     for place in torch.meshgrid(row_places, column_places, indexing="ij"):
         angle = place.reshape(-1, 1) * frequencies
-        waves += [torch.sin(angle), torch.cos(angle)]
+        waves.append(torch.sin(angle))
+        waves.append(torch.cos(angle))
     positions = torch.cat(waves, dim=-1)
     remainder = hidden - 4 * quarter
     return F.pad(positions, (0, remainder))
@@ -184,7 +195,8 @@ def sincos_positions(
 
 def normalise(h_BND: Tensor) -> Tensor:
     """Return every token with mean 0 and variance 1."""
-    return F.layer_norm(h_BND, h_BND.shape[-1:], eps=1e-6)
+    width = h_BND.shape[-1:]
+    return F.layer_norm(h_BND, width, eps=1e-6)
 
 
 def modulate(
@@ -193,7 +205,9 @@ def modulate(
     scale: Tensor,
 ) -> Tensor:
     """Return every token normalised, then scaled and shifted; `shift` and `scale` have shape (B, 1, D)."""
-    return torch.addcmul(shift, normalise(h_BND), 1 + scale)
+    # A scale of 0 leaves tokens as they are, so that a fresh network begins there.
+    factor = 1 + scale
+    return torch.addcmul(shift, normalise(h_BND), factor)
 
 
 class HeadNorm(nn.Module):
@@ -206,15 +220,18 @@ class HeadNorm(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the normalised values, same shape."""
-        scale = (1 + self.scale).to(h.dtype)
-        return F.rms_norm(h, h.shape[-1:], scale, eps=1e-6)
+        # In full precision first: near 1, bf16 has steps of 1/128.
+        scale = 1 + self.scale
+        width = h.shape[-1:]
+        return F.rms_norm(h, width, scale.to(h.dtype), eps=1e-6)
 
 
 def heads_of(h_BND: Tensor, heads: int) -> Tensor:
     """Split the width among heads, shape (B, A, N, D / A)."""
     batch, tokens, hidden = h_BND.shape
     head_width = hidden // heads
-    return h_BND.view(batch, tokens, heads, head_width).transpose(1, 2)
+    split = h_BND.view(batch, tokens, heads, head_width)
+    return split.transpose(1, 2)
 
 
 def attend(
@@ -235,25 +252,29 @@ def attend(
     if not _trains_in_bf16_on_a_cpu(q_BAND):
         mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
     elif num_tokens <= _MAX_TOKENS_PER_VALUE * head_width:
-        scores = (q_BAND * head_width**-0.5) @ k_BAND.transpose(-1, -2)
+        scaled_q = q_BAND * head_width**-0.5
+        scores = scaled_q @ k_BAND.transpose(-1, -2)
         if mask is not None:
             # Softmax gives these exactly 0.
             scores = scores.masked_fill(~mask, -inf)
         mixed = torch.softmax(scores, -1) @ v_BAND
     else:
-        mixed = F.scaled_dot_product_attention(
+        mixed_float32 = F.scaled_dot_product_attention(
             q_BAND.float(),
             k_BAND.float(),
             v_BAND.float(),
             attn_mask=mask,
-        ).to(q_BAND.dtype)
+        )
+        mixed = mixed_float32.to(q_BAND.dtype)
+    # Heads side by side again, token by token.
     return mixed.transpose(1, 2).flatten(2)
 
 
 def _trains_in_bf16_on_a_cpu(q_BAND: Tensor) -> bool:
+    is_bf16 = q_BAND.dtype == torch.bfloat16
     on_cpu = q_BAND.device.type == "cpu"
     trains = q_BAND.requires_grad and torch.is_grad_enabled()
-    return q_BAND.dtype == torch.bfloat16 and on_cpu and trains
+    return is_bf16 and on_cpu and trains
 
 
 def outer_values(shape: Shape, condition: Condition) -> int:

@@ -99,7 +99,8 @@ class MmditNetwork(PatchTransformer):
             # A shared block computes keys, values and queries in the same product as its network.
             block_ratio += 3
         num_all_tokens = self.num_tokens + condition.max_tokens
-        self.widest_output = max(num_modulations, block_ratio * hidden * num_all_tokens)
+        widest_of_blocks = block_ratio * hidden * num_all_tokens
+        self.widest_output = max(num_modulations, widest_of_blocks)
 
     def forward(
         self,
@@ -124,14 +125,18 @@ class MmditNetwork(PatchTransformer):
         text = self.text(c_BLD, len(t_B))
         condition_BD = self.time(t_B) + self.pooled(text.mean())
         modulation_BM = self.modulation(F.silu(condition_BD))
+        # The same for all tokens of a sample.
         modulation_B1M = modulation_BM[:, None]
         modulations = torch.split(modulation_B1M, self.modulation_widths, -1)
-        joint_modulations = modulations[: len(self.joint)]
-        shared_modulations = modulations[len(self.joint) : -1]
+        # Those of the joint blocks come first, then those of the shared ones, last those of the head.
+        num_joint = len(self.joint)
+        joint_modulations = modulations[:num_joint]
+        shared_modulations = modulations[num_joint:-1]
         # Image tokens come first, and none of them is padding.
         mask_B11T = F.pad(text.mask_B11L, (self.num_tokens, 0), value=True)
 
-        h_BND = self.embed(patches_of(x_BCHW, self.patch)) + self.position_ND
+        image_patches = patches_of(x_BCHW, self.patch)
+        h_BND = self.embed(image_patches) + self.position_ND
         g_BLD = text.tokens_BLD
         for block, modulation in zip(self.joint, joint_modulations, strict=True):
             h_BND, g_BLD = block(h_BND, g_BLD, modulation, mask_B11T)
@@ -142,21 +147,23 @@ class MmditNetwork(PatchTransformer):
             h_BND = h_BTD[:, : self.num_tokens]
 
         shift, scale = modulations[-1].chunk(2, -1)
-        patches_BND = self.head(modulate(h_BND, shift, scale))
-        return images_of(patches_BND, self.shape, self.patch)
+        output_patches = self.head(modulate(h_BND, shift, scale))
+        return images_of(output_patches, self.shape, self.patch)
 
     def activations(self) -> Activations:
         """See `ExpertNetwork`."""
         hidden = self.architecture.hidden
         token_values = (self.num_tokens + self.condition.max_tokens) * hidden
-        outside = outer_values(self.shape, self.condition)
-        outside += 2 * sum(self.modulation_widths)
-        # Beside what a block of one stream keeps: the normalised queries and keys of both.
-        block_gradient = (BLOCK_GRADIENT + 8) * token_values
+        num_modulations = sum(self.modulation_widths)
+        outside = outer_values(self.shape, self.condition) + 2 * num_modulations
+        in_a_block = 2 * BLOCK_FORWARD * token_values
+        # Beside what a block of one stream keeps for its gradient: the normalised queries and keys of both.
+        kept_by_a_block = (BLOCK_GRADIENT + 8) * token_values
+        kept_by_all_blocks = self.architecture.depth * kept_by_a_block
         return Activations(
             widest=token_values,
-            forward=2 * BLOCK_FORWARD * token_values + outside,
-            gradient=self.architecture.depth * block_gradient + 8 * token_values + outside,
+            forward=in_a_block + outside,
+            gradient=kept_by_all_blocks + 8 * token_values + outside,
         )
 
 
@@ -201,10 +208,11 @@ class Stream(nn.Module):
         modulation: tuple[Tensor, ...],
     ) -> Tensor:
         """Return the tokens after this block, from the output of attention and (gate, shift, scale, gate)."""
-        gate_a, shift_m, scale_m, gate_m = modulation
-        h_BTD = torch.addcmul(h_BTD, gate_a, self.project(mixed_BTD))
-        widened = F.gelu(self.up(modulate(h_BTD, shift_m, scale_m)))
-        return torch.addcmul(h_BTD, gate_m, self.down(widened))
+        attention_gate, shift, scale, network_gate = modulation
+        h_BTD = torch.addcmul(h_BTD, attention_gate, self.project(mixed_BTD))
+        modulated = modulate(h_BTD, shift, scale)
+        widened = F.gelu(self.up(modulated))
+        return torch.addcmul(h_BTD, network_gate, self.down(widened))
 
 
 class JointBlock(nn.Module):
@@ -247,9 +255,11 @@ class JointBlock(nn.Module):
         parts = modulation.chunk(self.num_modulations, -1)
         shift_h, scale_h, *image_update = parts[:_STREAM_MODULATIONS]
         shift_g, scale_g, *text_update = parts[_STREAM_MODULATIONS:]
-        k_h, v_h, q_h = self.image.keys_values_queries(modulate(h_BND, shift_h, scale_h))
+        modulated_h = modulate(h_BND, shift_h, scale_h)
+        modulated_g = modulate(g_BLD, shift_g, scale_g)
+        k_h, v_h, q_h = self.image.keys_values_queries(modulated_h)
         # There are no queries of the text where its tokens are not updated.
-        k_g, v_g, *q_g = self.text.keys_values_queries(modulate(g_BLD, shift_g, scale_g))
+        k_g, v_g, *q_g = self.text.keys_values_queries(modulated_g)
         mixed_BTD = attend(
             torch.cat([q_h, *q_g], dim=2),
             torch.cat([k_h, k_g], dim=2),
@@ -257,9 +267,9 @@ class JointBlock(nn.Module):
             mask_B11T,
         )
         # Views, so that nothing is copied.
-        num_image = h_BND.shape[1]
-        mixed_image = mixed_BTD[:, :num_image]
-        mixed_text = mixed_BTD[:, num_image:]
+        num_image_tokens = h_BND.shape[1]
+        mixed_image = mixed_BTD[:, :num_image_tokens]
+        mixed_text = mixed_BTD[:, num_image_tokens:]
         h_BND = self.image.update(h_BND, mixed_image, tuple(image_update))
         if self.updates_text:
             g_BLD = self.text.update(g_BLD, mixed_text, tuple(text_update))
@@ -294,7 +304,8 @@ class SharedBlock(nn.Module):
         kvq, up = wide.split(self.wide_parts, -1)
         k, v, q = _split_and_normalise(kvq, self.norms, self.heads)
         mixed = attend(q, k, v, mask_B11T)
-        return torch.addcmul(h_BTD, gate, self.narrow(torch.cat([mixed, F.gelu(up)], dim=-1)))
+        both = torch.cat([mixed, F.gelu(up)], dim=-1)
+        return torch.addcmul(h_BTD, gate, self.narrow(both))
 
 
 def _head_norms(
@@ -319,11 +330,13 @@ def _split_and_normalise(
     """
     # Keys come first, so that they have one place with and without queries. Values are not normalised.
     batch, tokens, _ = kvq.shape
-    split = kvq.reshape(batch, tokens, 1 + len(norms), heads, -1)
-    parts = list(split.permute(2, 0, 3, 1, 4))
-    parts[0] = norms[0](parts[0])
-    if len(norms) == 2:
-        parts[2] = norms[1](parts[2])
+    num_projections = 1 + len(norms)
+    split = kvq.reshape(batch, tokens, num_projections, heads, -1)
+    by_projection = split.permute(2, 0, 3, 1, 4)
+    keys, values, *queries = by_projection
+    parts = [norms[0](keys), values]
+    for query in queries:
+        parts.append(norms[1](query))
     return parts
 
 

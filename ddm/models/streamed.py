@@ -49,11 +49,12 @@ class StoredTensor:
         rows_per_part = max(1, PART_BYTES // row_bytes)
         with self.path.open("rb") as handle:
             for start in range(0, num_rows, rows_per_part):
-                rows = slice(start, min(start + rows_per_part, num_rows))
-                num_bytes = (rows.stop - start) * row_bytes
-                # A bytearray, since torch warns of memory that is read-only.
+                end = min(start + rows_per_part, num_rows)
+                num_bytes = (end - start) * row_bytes
                 place = self.offset + start * row_bytes
-                data = bytearray(os.pread(handle.fileno(), num_bytes, place))
+                content = os.pread(handle.fileno(), num_bytes, place)
+                # A bytearray, since torch warns of memory that is read-only.
+                data = bytearray(content)
                 if len(data) != num_bytes:
                     raise TensorFileError(
                         self.path.name,
@@ -61,19 +62,22 @@ class StoredTensor:
                         got=f"{len(data)} bytes",
                     )
                 values = torch.frombuffer(data, dtype=torch.float32)
-                yield rows, values.view(-1, *self.shape[1:])
+                yield slice(start, end), values.view(-1, *self.shape[1:])
 
     def load(self) -> Tensor:
         """Return the whole tensor."""
         parts = [part for _, part in self.parts()]
-        return torch.cat(parts).view(self.shape)
+        joined = torch.cat(parts)
+        return joined.view(self.shape)
 
     def root_mean_square(self) -> float:
         """Return ``sqrt(mean(w^2))``."""
         sum_of_squares = 0.0
         for _, part in self.parts():
-            sum_of_squares += float(part.square().sum(dtype=torch.float64))
-        return math.sqrt(sum_of_squares / prod(self.shape))
+            sum_of_part = part.square().sum(dtype=torch.float64)
+            sum_of_squares += float(sum_of_part)
+        num_values = prod(self.shape)
+        return math.sqrt(sum_of_squares / num_values)
 
     def distance(self, other: "StoredTensor") -> float:
         """Return ``sqrt(mean((w - v)^2))`` from a tensor of the same shape."""
@@ -109,7 +113,11 @@ def stored_tensors(
     num_bytes = sum(spec.bytes for spec in header.values())
     offset = path.stat().st_size - num_bytes
     for name, spec in header.items():
-        stored[name] = StoredTensor(path, offset, spec.shape)
+        stored[name] = StoredTensor(
+            path=path,
+            offset=offset,
+            shape=spec.shape,
+        )
         offset += spec.bytes
     return stored
 
@@ -125,10 +133,12 @@ class StreamedLinear(nn.Module):
     def forward(self, x_BI: Tensor) -> Tensor:
         """Return ``x W^T + b``."""
         num_out = self.weight_OI.shape[0]
-        bias_O = x_BI.new_zeros(num_out)
-        if self.bias_O is not None:
+        if self.bias_O is None:
+            bias_O = x_BI.new_zeros(num_out)
+        else:
             bias_O = self.bias_O.load()
-        out = x_BI.new_empty((*x_BI.shape[:-1], num_out))
+        out_shape = (*x_BI.shape[:-1], num_out)
+        out = x_BI.new_empty(out_shape)
         for rows, weight_OI in self.weight_OI.parts():
             out[..., rows] = F.linear(x_BI, weight_OI, bias_O[rows])
         return out
@@ -159,17 +169,22 @@ class StreamedExpert:
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
                 parent, _, attribute = name.rpartition(".")
-                weight = stored[f"{name}.weight"]
-                bias = stored.get(f"{name}.bias")
+                streamed = StreamedLinear(
+                    weight=stored[f"{name}.weight"],
+                    bias=stored.get(f"{name}.bias"),
+                )
                 parent_module = model.get_submodule(parent)
-                setattr(parent_module, attribute, StreamedLinear(weight, bias))
+                setattr(parent_module, attribute, streamed)
         # What is left has no streamed form: convolutions, norms, embeddings.
-        resident = {name: stored[name].load() for name in model.state_dict()}
+        resident = {}
+        for name in model.state_dict():
+            resident[name] = stored[name].load()
         # Assigned, since the model's own weights are on the meta device and have no memory.
         model.load_state_dict(resident, strict=True, assign=True)
         self.resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self.model = model.eval()
-        bytes_per_sample = _NUM_INTERMEDIATE * FLOAT_BYTES * model.widest_output
+        output_bytes = FLOAT_BYTES * model.widest_output
+        bytes_per_sample = _NUM_INTERMEDIATE * output_bytes
         self._batch = max(1, _ACTIVATION_BYTES // bytes_per_sample)
 
     @torch.no_grad()

@@ -69,9 +69,11 @@ class TokenRouter(DitNetwork):
             has_condition_B = c >= 0
         elif self.text is not None:
             vector_BD = self.text(c, num).mean()
-            has_condition_B = (c != 0).flatten(1).any(1)
+            is_set = c != 0
+            has_condition_B = is_set.flatten(1).any(1)
         shares_BE: Tensor = self.shares(vector_BD)
-        return shares_BE * has_condition_B.to(vector_BD)[:, None]
+        mask_B1 = has_condition_B.to(vector_BD)[:, None]
+        return shares_BE * mask_B1
 
     def forward(
         self,
@@ -82,14 +84,15 @@ class TokenRouter(DitNetwork):
         kept_BM: Tensor | None = None,
     ) -> Tensor:
         """Return one logit per expert, shape (B, E); the arguments are those of `DitNetwork.forward`."""
-        # The first token is the class token.
-        class_BD = self.tokens(x_BCHW, t_B, c, kept_BM)[:, 0]
+        tokens_BND = self.tokens(x_BCHW, t_B, c, kept_BM)
+        class_BD = tokens_BND[:, 0]
         logits_BE: Tensor = self.head(class_BD)
         return logits_BE
 
     def image_tokens(self, x_BCHW: Tensor, kept_BM: Tensor | None = None) -> Tensor:
         """Return the class token and the image's, shape (B, 1 + N, D) or (B, 1 + M, D)."""
-        first = self.class_token.expand(len(x_BCHW), 1, -1)
+        num_images = len(x_BCHW)
+        first = self.class_token.expand(num_images, 1, -1)
         others = super().image_tokens(x_BCHW, kept_BM)
         return torch.cat([first, others], dim=1)
 

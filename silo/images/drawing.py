@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ddm.images.picture import Picture
+from ddm.images.types import Bounds, Spacing, Values
 
 MAX_SIDE = 2048  # pixels; what is larger is shrunk
 _GAP = 6  # pixels between the planes of a volume
@@ -46,9 +47,9 @@ def drawn(picture: Picture, *, window: bool) -> bytes:
 
 def _bounds(
     picture: Picture,
-    values: NDArray[np.generic],
+    values: Values,
     window: bool,
-) -> tuple[float, float]:
+) -> Bounds:
     """Return the values that are drawn black and white."""
     if window and picture.window is not None:
         return picture.window
@@ -56,7 +57,7 @@ def _bounds(
         return 0.0, 255.0
     if window:
         step = 1 + values.size // _MAX_SAMPLED_VALUES
-        flat: NDArray[np.generic] = values.reshape(-1)
+        flat: Values = values.reshape(-1)
         sampled = flat[::step].astype(np.float64)
         low, high = np.percentile(sampled, _PERCENTILES)
         return float(low), float(high)
@@ -66,7 +67,7 @@ def _bounds(
 
 
 def _tones(
-    image_CHW: NDArray[np.generic],
+    image_CHW: Values,
     low: float,
     high: float,
 ) -> NDArray[np.uint8]:
@@ -84,7 +85,7 @@ def _tones(
 
 
 def _drawn_volume(
-    values_CDHW: NDArray[np.generic],
+    values_CDHW: Values,
     spacing: tuple[float, ...],
     low: float,
     high: float,
@@ -108,7 +109,7 @@ def _drawn_volume(
     return _sheet(tiles, side)
 
 
-def _middle_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]]:
+def _middle_planes(values_CDHW: Values) -> list[Values]:
     """Return the middle planes, the top of the body up: axial, coronal, sagittal."""
     _, depth, height, width = values_CDHW.shape
     # D points to the top of the body, but the rows of a picture go down.
@@ -120,7 +121,7 @@ def _middle_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]
     ]
 
 
-def _brightest_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]]:
+def _brightest_planes(values_CDHW: Values) -> list[Values]:
     """Return the brightest values along each axis, the top of the body up."""
     upright = values_CDHW[:, ::-1]
     axial = values_CDHW.max(1)
@@ -131,7 +132,7 @@ def _brightest_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.gener
 
 def _fitted(
     tones: NDArray[np.uint8],
-    spacing: tuple[float, float],
+    spacing: Spacing,
     side: int,
 ) -> Image.Image:
     """Return a plane in its true proportions, its longer side of this length."""

@@ -18,6 +18,7 @@ from ddm.images.patients import PatientRule
 from ddm.images.picture import DecodeLimits
 from ddm.images.selected_rows import SelectedRows
 from ddm.images.text_reader import reader_path
+from ddm.images.types import Bounds
 from silo.config import ImagesSettings, Site
 
 FOLDER = "images"  # of scans, in a site's private folder
@@ -55,7 +56,7 @@ class ImageSource:
     settings: ImagesSettings = ImagesSettings()
     parts: tuple[str, ...] | None = None
     patient_rule: PatientRule = "spelling"
-    declared_range: tuple[float, float] | None = None
+    declared_range: Bounds | None = None
     order_key: bytes = field(default=b"", repr=False)
 
     @classmethod
