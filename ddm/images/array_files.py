@@ -128,8 +128,12 @@ def open_parts(path: Path) -> Mapping[str | None, ImageArrays]:
 def _whole(parts: Mapping[str | None, ImageArrays]) -> ImageArrays:
     """Return the only part of a data set: parts such as train and test are never one array."""
     if len(parts) > 1:
-        got = f"{len(parts)} parts, such as train and test"
-        raise DataError("images", expected="one array", got=got, remedy=NEEDS_TRANSFORM)
+        raise DataError(
+            "images",
+            expected="one array",
+            got=f"{len(parts)} parts, such as train and test",
+            remedy=NEEDS_TRANSFORM,
+        )
     (source,) = parts.values()
     return source
 
@@ -170,8 +174,11 @@ def open_latents(
     """
     dtype, row_shape = source.row
     if row_shape != shape or dtype.kind != "f":
-        expected = f"floating point {shape}, as this plan's autoencoder gives them"
-        raise DataError("latents", expected=expected, got=f"{dtype} {row_shape}")
+        raise DataError(
+            "latents",
+            expected=f"floating point {shape}, as this plan's autoencoder gives them",
+            got=f"{dtype} {row_shape}",
+        )
     return _opened(source, as_floats, shape, folder)
 
 
@@ -259,16 +266,19 @@ def _open_folder(path: Path) -> Mapping[str | None, ImageArrays]:
             continue
         files = tuple(path / part for part in folder.parts)
         arrays = [npy_array(file) for file in files]
-        columns = {
-            column: partial(_open_column_files, path, folder.column_files, column)
-            for column in folder.columns
-        }
+        columns = {}
+        for column in folder.columns:
+            columns[column] = partial(_open_column_files, path, folder.column_files, column)
         return {None: ArraySource(name, arrays, columns, files)}
     tables = sorted(path.glob("*.parquet"))
     if tables:
         return _open_parquet(tuple(tables))
-    expected = "images.npy, images-*.npy or *.parquet"
-    raise DataError("data folder", expected=expected, got="no such file", remedy=_PICTURES)
+    raise DataError(
+        "data folder",
+        expected="images.npy, images-*.npy or *.parquet",
+        got="no such file",
+        remedy=_PICTURES,
+    )
 
 
 def _open_column_files(
@@ -286,7 +296,10 @@ def _open_parquet(files: tuple[Path, ...]) -> Mapping[str | None, ImageArrays]:
     for path in files:
         split = split_of_shard(path.name, siblings)
         files_of_split.setdefault(split, []).append(path)
-    return {split: ParquetSource(tuple(paths)) for split, paths in files_of_split.items()}
+    parts: dict[str | None, ImageArrays] = {}
+    for split, paths in files_of_split.items():
+        parts[split] = ParquetSource(tuple(paths))
+    return parts
 
 
 def _open_idx(path: Path) -> Mapping[str | None, ImageArrays]:
@@ -309,7 +322,10 @@ def _open_npz(path: Path) -> Mapping[str | None, ImageArrays]:
         columns = {name: name for name in names}
         only_part = PartNames(None, "latents", columns)
         return {None: _npz_source(path, "latents", only_part)}
-    return {part.split: _npz_source(path, "images", part) for part in npz_parts(names)}
+    parts: dict[str | None, ImageArrays] = {}
+    for part in npz_parts(names):
+        parts[part.split] = _npz_source(path, "images", part)
+    return parts
 
 
 def _npz_source(

@@ -51,13 +51,15 @@ class ArraySource:
             raise DataError("data file", expected="an array of images", got="a single number")
         kinds = {(array.dtype.str, array.shape[1:]) for array in arrays}
         if len(kinds) != 1:
-            got = ", ".join(f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:3])
+            # A few of them suffice in a message.
+            first_kinds = sorted(kinds)[:3]
             raise DataError(
                 "data files",
                 expected="rows of one type and one shape in all of them",
-                got=got,
+                got=", ".join(f"{dtype} {shape}" for dtype, shape in first_kinds),
             )
-        self.row = arrays[0].dtype, arrays[0].shape[1:]
+        first_array = arrays[0]
+        self.row = first_array.dtype, first_array.shape[1:]
 
     def __len__(self) -> int:
         return sum(array.shape[0] for array in self._arrays)
@@ -105,26 +107,32 @@ class ArraySource:
     def column_shape(self, name: str) -> Shape:
         """Return the shape of a column; labels of shape (N, 1), as MedMNIST keeps them, count as (N,)."""
         arrays = self._open_column(name)
-        shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
-        if shape[1:] == (1,):
-            return shape[:1]
-        return shape
+        num_rows = sum(array.shape[0] for array in arrays)
+        row_shape = arrays[0].shape[1:]
+        if row_shape == (1,):
+            return (num_rows,)
+        return (num_rows, *row_shape)
 
     def _open_column(self, name: str) -> Sequence[EncodedArray]:
         column = find_column(name, self._columns)
         if column is None:
-            got = f"{len(self._columns)} columns with other names"
-            raise DataError("data", expected=f"a column called {name} beside the images", got=got)
+            raise DataError(
+                "data",
+                expected=f"a column called {name} beside the images",
+                got=f"{len(self._columns)} columns with other names",
+            )
         arrays = self._columns[column]()
         if any(not array.shape for array in arrays):
             raise DataError(name, expected="an entry for each image", got="a single value")
         # Joined, entries of one part would otherwise come beside images of another.
         if len(arrays) > 1:
-            lengths = [array.shape[0] for array in arrays]
-            if lengths != [array.shape[0] for array in self._arrays]:
+            num_entries = [array.shape[0] for array in arrays]
+            num_images = [array.shape[0] for array in self._arrays]
+            if num_entries != num_images:
                 expected = "as many entries in the column of each part as the part has images"
                 raise DataError(name, expected=expected, got="other numbers")
-            if len({(array.dtype.kind, array.shape[1:]) for array in arrays}) > 1:
+            kinds = {(array.dtype.kind, array.shape[1:]) for array in arrays}
+            if len(kinds) > 1:
                 raise DataError(name, expected="one type and one shape in all parts", got="several")
         return arrays
 
@@ -150,11 +158,10 @@ class ParquetSource:
             got = f"{len(self._table.names)} columns with other names"
             raise DataError("data file", expected="a column called image", got=got)
         if self._table.is_encoded(column):
-            got = "encoded pictures"
             raise DataError(
                 "images",
                 expected="arrays of one shape",
-                got=got,
+                got="encoded pictures",
                 remedy=NEEDS_TRANSFORM,
             )
         self._column = column

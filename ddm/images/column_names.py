@@ -48,10 +48,17 @@ def part_of(text: str | None) -> str | None:
 
     Case, blanks and punctuation do not count, nor does a word for a part at the end: ``Hold-out set`` is test.
     """
-    if text is None or is_missing(text.strip()):
+    if text is None:
         return None
-    name = _PUNCTUATION.sub("", unicodedata.normalize("NFKC", text).casefold())
-    return _PART_OF.get(name) or _PART_OF.get(_SUFFIX.sub("", name)) or text.strip()
+    stripped = text.strip()
+    if is_missing(stripped):
+        return None
+    normalised = unicodedata.normalize("NFKC", text).casefold()
+    name = _PUNCTUATION.sub("", normalised)
+    if name in _PART_OF:
+        return _PART_OF[name]
+    name_without_suffix = _SUFFIX.sub("", name)
+    return _PART_OF.get(name_without_suffix, stripped)
 
 
 def find_column(name: str, names: Collection[str]) -> str | None:
@@ -80,8 +87,12 @@ def is_known_column(name: str) -> bool:
 
 def known_columns(names: Collection[str]) -> frozenset[str]:
     """Return the names of columns, and what this project calls those that it knows."""
-    meanings = (_MEANINGS.get(name.lower()) for name in names)
-    return frozenset(names) | {meaning for meaning in meanings if meaning is not None}
+    columns = set(names)
+    for name in names:
+        meaning = _MEANINGS.get(name.lower())
+        if meaning is not None:
+            columns.add(meaning)
+    return frozenset(columns)
 
 
 def as_text(cell: object) -> str | None:
@@ -90,15 +101,18 @@ def as_text(cell: object) -> str | None:
     Blanks are single, and invisible characters are gone. Whole numbers in floating point are written as whole numbers,
     and truth as 1 and 0.
     """
+    if cell is None:
+        return None
+    if isinstance(cell, float) and not isfinite(cell):
+        return None
     if isinstance(cell, bytes):
         text = _decoded(cell)
     elif isinstance(cell, bool) or (isinstance(cell, float) and cell.is_integer()):
         text = str(int(cell))
-    elif cell is None or (isinstance(cell, float) and not isfinite(cell)):
-        return None
     else:
         text = str(cell)
-    text = " ".join(visible_text(text).split())
+    words = visible_text(text).split()
+    text = " ".join(words)
     if is_missing(text):
         return None
     return text
@@ -140,7 +154,8 @@ def npz_parts(names: Collection[str]) -> list[PartNames]:
         if any(_meaning_and_split(name) is not None for name in names):
             detail = "images beside arrays of parts, such as train_images or train_labels: keep one or the other"
             raise ImageError(Reason.AMBIGUOUS, detail)
-        return [PartNames(None, _IMAGES, {name: name for name in names})]
+        columns = {name: name for name in names}
+        return [PartNames(None, _IMAGES, columns)]
     parts: dict[str, dict[str, str]] = {}
     for name in names:
         place = _meaning_and_split(name)
@@ -162,14 +177,12 @@ def npz_parts(names: Collection[str]) -> list[PartNames]:
     if any(name.lower() in _MEANINGS for name in names):
         detail = "a column for all parts beside train_images or the like: name the part of each, as in train_labels"
         raise ImageError(Reason.AMBIGUOUS, detail)
-    return [
-        PartNames(
-            split,
-            arrays[_IMAGES],
-            {key: name for key, name in arrays.items() if key != _IMAGES},
-        )
-        for split, arrays in sorted(parts.items())
-    ]
+    named_parts = []
+    for split, arrays in sorted(parts.items()):
+        images = arrays.pop(_IMAGES)
+        # What is left are the columns.
+        named_parts.append(PartNames(split, images, arrays))
+    return named_parts
 
 
 def _meaning_and_split(name: str) -> tuple[str, str] | None:
@@ -185,8 +198,10 @@ def _meaning_and_split(name: str) -> tuple[str, str] | None:
         if word in _MEANINGS:
             return _MEANINGS[word], split
     # Keras puts the letter first.
-    if last in SPLITS and start in ("x", "y"):
-        return (_IMAGES if start == "x" else "labels"), last
+    if last in SPLITS and start == "x":
+        return _IMAGES, last
+    if last in SPLITS and start == "y":
+        return "labels", last
     return None
 
 
@@ -203,10 +218,10 @@ def split_of_shard(name: str, siblings: Collection[str]) -> str | None:
     if not all(_SHARD.fullmatch(sibling) for sibling in siblings):
         return None
     shard = _SHARD.fullmatch(name)
-    if shard:
-        words = re.split(r"[-_.]", shard["prefix"].lower())
-    else:
-        words = []
+    if shard is None:
+        return None
+    prefix = shard["prefix"].lower()
+    words = re.split(r"[-_.]", prefix)
     splits = [word for word in words if word in SPLITS]
     if len(splits) == 1:
         return splits[0]

@@ -138,7 +138,9 @@ def pixel_format_of(
     if rows is None or columns is None:
         raise ImageError(Reason.NO_PIXELS)
     num_frames = _num_frames(tags)
-    photometric = " ".join(text_of(tags, "PhotometricInterpretation").upper().split())
+    # Some writers put several spaces between the words, or write small letters.
+    words = text_of(tags, "PhotometricInterpretation").upper().split()
+    photometric = " ".join(words)
     samples = word_of(tags, "SamplesPerPixel")
     limits.check_pictures(num_frames)
     limits.check(samples or 1, rows, columns)
@@ -155,7 +157,15 @@ def pixel_format_of(
         raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation is not supported")
     if samples != _SAMPLES[photometric]:
         raise contradiction("SamplesPerPixel", "PhotometricInterpretation")
-    pixel_format = PixelFormat(syntax, keyword, num_frames, rows, columns, samples, photometric)
+    pixel_format = PixelFormat(
+        syntax=syntax,
+        keyword=keyword,
+        num_frames=num_frames,
+        rows=rows,
+        columns=columns,
+        samples=samples,
+        photometric=photometric,
+    )
     if pixel_format.is_float:
         return _float_format(tags, pixel_format)
     pixel_format = replace(
@@ -204,55 +214,73 @@ def _is_signed(tags: Any) -> bool:
 
 
 def _float_format(tags: Any, described: PixelFormat) -> PixelFormat:
+    keyword = described.keyword
+    num_bits = _FLOATS[keyword]
     allocated = word_of(tags, "BitsAllocated")
-    if allocated not in (None, _FLOATS[described.keyword]):
-        raise contradiction("BitsAllocated", described.keyword)
+    if allocated not in (None, num_bits):
+        raise contradiction("BitsAllocated", keyword)
     if described.syntax not in _NATIVE:
-        raise contradiction("TransferSyntaxUID", described.keyword)
+        raise contradiction("TransferSyntaxUID", keyword)
     if described.photometric not in ("MONOCHROME1", "MONOCHROME2"):
-        raise contradiction("PhotometricInterpretation", described.keyword)
-    return replace(described, allocated=_FLOATS[described.keyword])
+        raise contradiction("PhotometricInterpretation", keyword)
+    return replace(described, allocated=num_bits)
 
 
 def _cell_format(tags: Any, described: PixelFormat) -> PixelFormat:
     """Return the format of pixels in cells, of which every bit counts (PS3.5 8.1.1)."""
-    if not described.allocated:
-        raise _missing("BitsAllocated")
-    if described.allocated not in (1, 8, 16, 32, 64):
-        raise ImageError(Reason.UNSUPPORTED, "BitsAllocated is neither 1, 8, 16, 32 nor 64")
-    if not described.stored:
-        raise _missing("BitsStored")
-    if described.stored > described.allocated:
-        raise contradiction("BitsStored", "BitsAllocated")
-    high_bit = word_of(tags, "HighBit")
-    if high_bit is None:
-        # PS3.5 8.1.1 allows no other one today.
-        high_bit = described.stored - 1
-    if high_bit < described.stored - 1:
-        raise contradiction("HighBit", "BitsStored")
-    if high_bit >= described.allocated:
-        raise contradiction("HighBit", "BitsAllocated")
-    if described.photometric in ("YBR_RCT", "YBR_ICT"):
-        # Only the encoder of JPEG 2000 makes these colours.
-        raise contradiction("PhotometricInterpretation", "TransferSyntaxUID")
-    if described.samples > 1 and described.signed:
-        raise contradiction("PixelRepresentation", "PhotometricInterpretation")
-    is_ybr = described.photometric in _YBR
-    if is_ybr and (described.stored, described.allocated) != (8, 8):
-        raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation YBR of other than 8 bits")
-    if described.allocated == 1 and described.samples > 1:
-        raise contradiction("BitsAllocated", "SamplesPerPixel")
+    high_bit = _high_bit(tags, described)
+    _check_colours_of_cells(described)
+    has_colours = described.samples > 1
+    is_run_length_encoded = described.syntax == _RLE
     planar = 0
-    if described.samples > 1 and described.syntax != _RLE:
+    if has_colours and not is_run_length_encoded:
         planar = _planar_configuration(tags)
     if described.photometric == "YBR_FULL_422":
-        if described.syntax == _RLE:
+        if is_run_length_encoded:
             raise contradiction("PhotometricInterpretation", "TransferSyntaxUID")
         if planar == 1:
             raise contradiction("PhotometricInterpretation", "PlanarConfiguration")
         if described.columns % 2:
             raise contradiction("PhotometricInterpretation", "Columns")
     return replace(described, high_bit=high_bit, planar=planar)
+
+
+def _high_bit(tags: Any, described: PixelFormat) -> int:
+    """Return HighBit, checked together with BitsAllocated and BitsStored."""
+    allocated = described.allocated
+    stored = described.stored
+    if not allocated:
+        raise _missing("BitsAllocated")
+    if allocated not in (1, 8, 16, 32, 64):
+        raise ImageError(Reason.UNSUPPORTED, "BitsAllocated is neither 1, 8, 16, 32 nor 64")
+    if not stored:
+        raise _missing("BitsStored")
+    if stored > allocated:
+        raise contradiction("BitsStored", "BitsAllocated")
+    lowest_high_bit = stored - 1
+    high_bit = word_of(tags, "HighBit")
+    if high_bit is None:
+        # PS3.5 8.1.1 allows no other one today.
+        return lowest_high_bit
+    if high_bit < lowest_high_bit:
+        raise contradiction("HighBit", "BitsStored")
+    if high_bit >= allocated:
+        raise contradiction("HighBit", "BitsAllocated")
+    return high_bit
+
+
+def _check_colours_of_cells(described: PixelFormat) -> None:
+    has_colours = described.samples > 1
+    if described.photometric in ("YBR_RCT", "YBR_ICT"):
+        # Only the encoder of JPEG 2000 makes these colours.
+        raise contradiction("PhotometricInterpretation", "TransferSyntaxUID")
+    if has_colours and described.signed:
+        raise contradiction("PixelRepresentation", "PhotometricInterpretation")
+    has_bytes = described.stored == 8 and described.allocated == 8
+    if described.photometric in _YBR and not has_bytes:
+        raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation YBR of other than 8 bits")
+    if described.allocated == 1 and has_colours:
+        raise contradiction("BitsAllocated", "SamplesPerPixel")
 
 
 def _planar_configuration(tags: Any) -> int:
@@ -270,14 +298,13 @@ def frames_of(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
     Raises:
         ImageError: pixels that are missing, damaged or other than the tags say.
     """
-    if pixel_format.syntax in _NATIVE:
+    syntax = pixel_format.syntax
+    if syntax in _NATIVE:
         return _native_frames(tags, pixel_format)
-    if pixel_format.syntax in (_ENCAPSULATED_CELLS, _DEFLATED_CELLS, _RLE):
+    if syntax in (_ENCAPSULATED_CELLS, _DEFLATED_CELLS, _RLE):
         return _packed_frames(tags, pixel_format)
-    if (
-        pixel_format.syntax.startswith(_CODE_STREAMS)
-        and _last_number(pixel_format.syntax) in _CODE_STREAM_NUMBERS
-    ):
+    is_supported = _last_number(syntax) in _CODE_STREAM_NUMBERS
+    if pixel_format.has_code_streams and is_supported:
         return _code_stream_frames(tags, pixel_format)
     raise ImageError(Reason.UNSUPPORTED, "TransferSyntaxUID is not supported")
 
@@ -298,10 +325,11 @@ def pixel_bytes(tags: Any, keyword: str) -> bytes | memoryview:
         return b""
     buffer = getattr(tags, "buffer", None)
     if element.value is None and isinstance(buffer, BytesIO):
+        start = element.value_tell
         end = None
         if element.length != _UNDEFINED:
-            end = element.value_tell + element.length
-        return memoryview(buffer.getvalue())[element.value_tell : end]
+            end = start + element.length
+        return memoryview(buffer.getvalue())[start:end]
     value = element.value
     if value is None:
         value = value_of(tags, keyword)
@@ -313,25 +341,24 @@ def pixel_bytes(tags: Any, keyword: str) -> bytes | memoryview:
 def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
     """Yield frames that follow each other without a gap, even where a frame of single bits ends within a byte."""
     element = tags.get_item(tag_of(pixel_format.keyword), keep_deferred=True)
-    if getattr(element, "length", 0) == _UNDEFINED or getattr(
-        element,
-        "is_undefined_length",
-        False,
-    ):
+    # pydicom states it in one way for an element that it left in the file, and in another for one that it has read.
+    has_undefined_length = getattr(element, "length", 0) == _UNDEFINED
+    if has_undefined_length or getattr(element, "is_undefined_length", False):
         raise contradiction("TransferSyntaxUID", pixel_format.keyword)
     data: Any = pixel_bytes(tags, pixel_format.keyword)
     row_bits = pixel_format.row_bits
     frame_bits = row_bits * pixel_format.rows
     total_bits = frame_bits * pixel_format.num_frames
-    if 8 * len(data) < total_bits:
+    num_padding_bits = 8 * len(data) - total_bits
+    if num_padding_bits < 0:
         raise ImageError(Reason.TRUNCATED, "fewer pixels than rows, columns and frames")
     # A byte that makes the length even is padding, and some writers pad to a block with zeros. Anything else means that
     # there are more pixels than the tags announce.
-    num_padding_bits = 8 * len(data) - total_bits
     is_block = False
     if num_padding_bits < frame_bits:
         num_pixel_bytes = (total_bits + 7) // 8
-        is_block = not np.any(np.frombuffer(data, np.uint8, offset=num_pixel_bytes))
+        padding = np.frombuffer(data, np.uint8, offset=num_pixel_bytes)
+        is_block = not np.any(padding)
     if num_padding_bits >= max(row_bits, 16) and not is_block:
         keywords = "NumberOfFrames, Rows, Columns, PhotometricInterpretation"
         raise contradiction(keywords, f"the length of {pixel_format.keyword}")
@@ -341,8 +368,9 @@ def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame
         # Frames of single bits may begin within a byte.
         start = number * frame_bits
         end = start + frame_bits
-        part = data[start // 8 : (end + 7) // 8]
-        cells = _cells(part, pixel_format, start % 8)
+        first_byte = start // 8
+        end_byte = (end + 7) // 8
+        cells = _cells(data[first_byte:end_byte], pixel_format, bit_offset=start % 8)
         yield _frame_of_cells(tags, cells, pixel_format)
 
 
@@ -352,10 +380,11 @@ def _from_big_endian(
     pixel_format: PixelFormat,
 ) -> Any:
     """Return bytes as they would be in little endian, where words of 16 bits are what was swapped (PS3.5 7.3, 8.1)."""
-    representation = tags.get_item(tag_of("PixelData"), keep_deferred=True).VR
-    if pixel_format.allocated <= 8 and representation != "OW":
+    element = tags.get_item(tag_of("PixelData"), keep_deferred=True)
+    has_words = element.VR == "OW"
+    if pixel_format.allocated <= 8 and not has_words:
         return data
-    if pixel_format.allocated > 16 or representation != "OW":
+    if pixel_format.allocated > 16 or not has_words:
         raise ImageError(Reason.UNSUPPORTED, "BitsAllocated of this size in big endian")
     # A last byte without a partner stays where it is.
     num_bytes_of_pairs = len(data) // 2 * 2
@@ -373,32 +402,39 @@ def _cells(
     rows = pixel_format.rows
     columns = pixel_format.columns
     num_pixels = rows * columns
+    num_cell_bytes = pixel_format.allocated // 8
     if pixel_format.is_float:
         order = "<"
         if pixel_format.syntax == EXPLICIT_BIG_ENDIAN:
             order = ">"
-        floats = np.frombuffer(data, f"{order}f{pixel_format.allocated // 8}", num_pixels)
+        floats = np.frombuffer(data, f"{order}f{num_cell_bytes}", num_pixels)
         return floats.reshape(rows, columns)
     if pixel_format.allocated == 1:
-        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+        packed = np.frombuffer(data, np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")
+        # The first byte may begin with bits of the frame before.
         own_bits = bits[bit_offset : bit_offset + num_pixels]
         return own_bits.reshape(rows, columns)
     if pixel_format.photometric == "YBR_FULL_422":
         # Two pixels in four bytes.
         subsampled = np.frombuffer(data, np.uint8, 2 * num_pixels)
         return _without_subsampling(subsampled, rows, columns)
-    sign = "u"
-    if pixel_format.signed:
-        sign = "i"
-    kind = f"<{sign}{pixel_format.allocated // 8}"
+    kind = _integer_type(num_cell_bytes, pixel_format.signed)
     num_samples = pixel_format.samples
-    cells = np.frombuffer(data, kind, num_pixels * num_samples)
+    cells = np.frombuffer(data, f"<{kind}", num_pixels * num_samples)
     if num_samples == 1:
         return cells.reshape(rows, columns)
     if pixel_format.planar == 1:
         planes = cells.reshape(num_samples, rows, columns)
         return np.moveaxis(planes, 0, -1)
     return cells.reshape(rows, columns, num_samples)
+
+
+def _integer_type(num_bytes: int, signed: bool) -> str:
+    """Return NumPy's name of a whole number of so many bytes, without the order of its bytes."""
+    if signed:
+        return f"i{num_bytes}"
+    return f"u{num_bytes}"
 
 
 def _without_subsampling(
@@ -428,12 +464,15 @@ def _frame_of_cells(
     values = _stored_values(tags, cells, pixel_format)
     if pixel_format.photometric in _YBR:
         values = rgb_of_ybr(values)
-    return StoredFrame(values, _bounds(pixel_format.stored, pixel_format.signed))
+    bounds = _bounds(pixel_format.stored, pixel_format.signed)
+    return StoredFrame(values, bounds)
 
 
 def _bounds(bits: int, signed: bool) -> tuple[int, int]:
+    """Return the lowest and the highest whole number of so many bits."""
     if signed:
-        return -(1 << bits - 1), (1 << bits - 1) - 1
+        half = 1 << (bits - 1)
+        return -half, half - 1
     return 0, (1 << bits) - 1
 
 
@@ -468,13 +507,19 @@ def _check_bits_below(
     num_below: int,
 ) -> None:
     """Refuse bits below the stored ones that no overlay declares: HighBit is then likely to be wrong."""
-    overlays = 0
+    # OverlayBitPosition of each group of an overlay (PS3.3 C.9.2, as it was until 2004).
+    overlay_bits = 0
     for group in range(0x6000, 0x6020, 2):
-        if (group, 0x0102) in tags:
-            overlays |= 1 << int(tags[group, 0x0102].value or 0)
+        tag = (group, 0x0102)
+        if tag in tags:
+            position = int(tags[tag].value or 0)
+            overlay_bits |= 1 << position
     bits_below = (1 << num_below) - 1
-    undeclared = bits_below & ~overlays
-    if undeclared and np.bitwise_and(cells, cells.dtype.type(undeclared)).any():
+    undeclared_bits = bits_below & ~overlay_bits
+    if not undeclared_bits:
+        return
+    undeclared = np.bitwise_and(cells, cells.dtype.type(undeclared_bits))
+    if undeclared.any():
         raise contradiction("HighBit", "PixelData")
 
 
@@ -505,56 +550,53 @@ def rgb_of_ybr(ybr: NDArray[np.uint8]) -> NDArray[np.uint8]:
     red_and_blue = 0.114 * 1.772 * blueness + 0.299 * 1.402 * redness
     rgb[..., 1] = luminance - red_and_blue / 0.587
     rgb[..., 2] = luminance + 1.772 * blueness
-    return np.floor(rgb + 0.5).clip(0, 255).astype(np.uint8)
+    rounded = np.floor(rgb + 0.5)
+    return rounded.clip(0, 255).astype(np.uint8)
 
 
 def _packed_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
     """Yield frames of cells that are run-length encoded, deflated or left as they are, each by itself."""
     if pixel_format.allocated == 1 and pixel_format.syntax == _RLE:
         raise contradiction("BitsAllocated", "TransferSyntaxUID")
-    num_bytes = (pixel_format.rows * pixel_format.row_bits + 7) // 8
     for data in _encapsulated_frames(tags, pixel_format):
         if pixel_format.syntax == _RLE:
-            yield _frame_of_cells(tags, _run_length_cells(data, pixel_format), pixel_format)
-            continue
-        cells = data
-        if pixel_format.syntax == _DEFLATED_CELLS:
-            # No more is ever unpacked: one byte too many may be padding, a second one shows that the tags are wrong.
-            cells = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, num_bytes + 2)
-        if len(cells) < num_bytes:
-            raise ImageError(Reason.TRUNCATED, "fewer pixels than rows and columns")
-        if len(cells) > num_bytes + 1:
-            raise contradiction("Rows, Columns", "the length of a frame")
-        yield _frame_of_cells(tags, _cells(cells, pixel_format), pixel_format)
+            cells = _run_length_cells(data, pixel_format)
+        else:
+            cells = _cells(_inflated(data, pixel_format), pixel_format)
+        yield _frame_of_cells(tags, cells, pixel_format)
+
+
+def _inflated(data: bytes, pixel_format: PixelFormat) -> bytes:
+    """Return the bytes of the cells of one frame, of the length that the tags announce but for a byte of padding."""
+    frame_bits = pixel_format.rows * pixel_format.row_bits
+    num_bytes = (frame_bits + 7) // 8
+    if pixel_format.syntax == _DEFLATED_CELLS:
+        # No more is ever unpacked: one byte too many may be padding, a second one shows that the tags are wrong.
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        data = inflater.decompress(data, num_bytes + 2)
+    if len(data) < num_bytes:
+        raise ImageError(Reason.TRUNCATED, "fewer pixels than rows and columns")
+    if len(data) > num_bytes + 1:
+        raise contradiction("Rows, Columns", "the length of a frame")
+    return data
 
 
 def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> Numbers:
     """Return the cells of a frame whose bytes are run-length encoded, one segment for each byte of a cell (PS3.5 G)."""
     num_cell_bytes = pixel_format.allocated // 8
     num_segments = pixel_format.samples * num_cell_bytes
-    # The header has the number of segments, then the offset of each, as words of 32 bits.
-    header = []
-    for position in range(0, _RLE_HEADER_BYTES, 4):
-        header.append(int.from_bytes(data[position : position + 4], "little"))
-    if header[0] != num_segments or num_segments > 15:
-        raise ImageError(
-            Reason.DAMAGED,
-            "BitsAllocated and SamplesPerPixel contradict the number of RLE segments",
-        )
-    starts = [*header[1 : 1 + num_segments], len(data)]
-    if starts[0] < _RLE_HEADER_BYTES or starts != sorted(starts):
-        raise ImageError(Reason.DAMAGED, "RLE segments out of order")
+    segments = _run_length_segments(data, num_segments)
     shape = (pixel_format.rows, pixel_format.columns)
     # A segment of a row more than there are rows shows that the tags are wrong.
-    first_segment = data[starts[0] : starts[1]]
-    if _has_bytes(first_segment, (pixel_format.rows + 1) * pixel_format.columns):
+    too_many_bytes = (pixel_format.rows + 1) * pixel_format.columns
+    if _has_bytes(segments[0], too_many_bytes):
         raise contradiction("Rows, Columns", "the length of RLE segments")
     planes = []
-    for sample in range(pixel_format.samples):
-        # The most significant byte comes first.
+    for first in range(0, num_segments, num_cell_bytes):
         cells = np.zeros(shape, f"<u{num_cell_bytes}")
-        for segment in range(sample * num_cell_bytes, (sample + 1) * num_cell_bytes):
-            part = _unpacked_bits(data[starts[segment] : starts[segment + 1]], shape)
+        # The most significant byte comes first.
+        for segment in segments[first : first + num_cell_bytes]:
+            part = _unpacked_bits(segment, shape)
             if num_cell_bytes == 1:
                 cells = part
             else:
@@ -568,12 +610,31 @@ def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> Numbers:
     return np.stack(planes, -1)
 
 
+def _run_length_segments(data: bytes, num_segments: int) -> list[bytes]:
+    """Return the segments of a frame that has so many."""
+    # The header has the number of segments, then the offset of each, as words of 32 bits.
+    header = []
+    for position in range(0, _RLE_HEADER_BYTES, 4):
+        word = data[position : position + 4]
+        header.append(int.from_bytes(word, "little"))
+    if header[0] != num_segments or num_segments > 15:
+        raise ImageError(
+            Reason.DAMAGED,
+            "BitsAllocated and SamplesPerPixel contradict the number of RLE segments",
+        )
+    borders = [*header[1 : 1 + num_segments], len(data)]
+    if borders[0] < _RLE_HEADER_BYTES or borders != sorted(borders):
+        raise ImageError(Reason.DAMAGED, "RLE segments out of order")
+    return [data[start:end] for start, end in pairwise(borders)]
+
+
 def _unpacked_bits(segment: bytes, shape: tuple[int, int]) -> NDArray[np.uint8]:
     """Return the bytes of an RLE segment, which is packed as TIFF's PackBits."""
     from PIL import Image
 
     # As one long row, since some writers let a run go on into the next row.
-    size = (shape[0] * shape[1], 1)
+    rows, columns = shape
+    size = (rows * columns, 1)
     try:
         image = Image.frombytes("L", size, segment, "packbits", "L")
     except ValueError as error:
@@ -594,33 +655,23 @@ def _has_bytes(segment: bytes, num_bytes: int) -> bool:
 
 def _encapsulated_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[bytes]:
     """Yield the bytes of each frame; those of one may be in several fragments (PS3.5 A.4)."""
-    fragments, table = _fragments(pixel_bytes(tags, pixel_format.keyword))
-    num_frames = pixel_format.num_frames
+    fragments, offsets = _fragments(pixel_bytes(tags, pixel_format.keyword))
     lengths: list[int] = []
     extended = value_of(tags, "ExtendedOffsetTable")
     if extended:
-        offsets = np.frombuffer(extended, "<u8", len(extended) // 8).tolist()
-        lengths_value = value_of(tags, "ExtendedOffsetTableLengths") or b""
-        lengths = np.frombuffer(lengths_value, "<u8", len(lengths_value) // 8).tolist()
-        tables_differ = bool(table) and table != offsets
-        if len(lengths) != len(offsets) or tables_differ:
+        extended_offsets = _integers(extended, 8)
+        lengths = _integers(value_of(tags, "ExtendedOffsetTableLengths") or b"", 8)
+        tables_differ = bool(offsets) and offsets != extended_offsets
+        if len(lengths) != len(extended_offsets) or tables_differ:
             raise contradiction("ExtendedOffsetTable", "ExtendedOffsetTableLengths")
-        table = offsets
-    starts = [offset for offset, _ in fragments]
-    if table:
-        if len(table) != num_frames:
-            raise contradiction("NumberOfFrames", "the table of offsets")
-        ascends_from_0 = table[0] == 0 and table == sorted(set(table))
-        if not ascends_from_0 or not set(table) <= set(starts):
-            raise ImageError(
-                Reason.DAMAGED, "the table of offsets contradicts the fragments of PixelData"
-            )
-        first_fragments = [starts.index(offset) for offset in table]
+        offsets = extended_offsets
+    if offsets:
+        first_fragments = _fragments_at(offsets, fragments, pixel_format.num_frames)
     else:
         first_fragments = _first_fragments(fragments, pixel_format)
     borders = [*first_fragments, len(fragments)]
     for number, (first, end) in enumerate(pairwise(borders)):
-        frame = b"".join(content for _, content in fragments[first:end])
+        frame = b"".join(fragment.content for fragment in fragments[first:end])
         if lengths:
             length = lengths[number]
             # A frame of odd length is padded by a byte, which is no part of it.
@@ -630,41 +681,78 @@ def _encapsulated_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[bytes
         yield frame
 
 
-def _fragments(data: Any) -> tuple[list[tuple[int, bytes]], list[int]]:
-    """Return the fragments, each with its offset, and the basic offset table."""
-    items: list[tuple[int, bytes]] = []
+@dataclass(frozen=True)
+class _Fragment:
+    """A part of the encapsulated pixels.
+
+    Attributes:
+        offset: of its item, in bytes from the item of the first fragment.
+        content: without the head of the item.
+    """
+
+    offset: int
+    content: bytes
+
+
+def _integers(data: bytes, num_bytes: int) -> list[int]:
+    """Return whole numbers of so many bytes each, in little endian."""
+    integers: list[int] = np.frombuffer(data, f"<u{num_bytes}", len(data) // num_bytes).tolist()
+    return integers
+
+
+def _fragments(data: Any) -> tuple[list[_Fragment], list[int]]:
+    """Return the fragments, and the basic offset table."""
+    items: list[_Fragment] = []
     position = 0
     while position + 8 <= len(data):
+        start = position + 8
         tag = bytes(data[position : position + 4])
-        length = int.from_bytes(data[position + 4 : position + 8], "little")
+        length = int.from_bytes(data[position + 4 : start], "little")
         if tag == _SEQUENCE_END:
             break
         if tag != _ITEM:
             raise ImageError(
                 Reason.DAMAGED, "PixelData without fragments, which TransferSyntaxUID requires"
             )
-        content = bytes(data[position + 8 : position + 8 + length])
+        content = bytes(data[start : start + length])
         if len(content) < length:
             raise ImageError(Reason.TRUNCATED, "a fragment that ends too early")
-        items.append((position, content))
-        position += 8 + length
+        items.append(_Fragment(position, content))
+        position = start + length
     if len(items) < 2:
         raise ImageError(Reason.TRUNCATED, "no pixels")
-    table = items[0][1]
+    table, *fragments = items
     # The table counts from the first fragment, which follows the table itself (PS3.5 A.4).
-    origin = items[1][0]
-    fragments = [(offset - origin, content) for offset, content in items[1:]]
-    offsets: list[int] = np.frombuffer(table, "<u4", len(table) // 4).tolist()
-    return fragments, offsets
+    origin = fragments[0].offset
+    moved = [replace(fragment, offset=fragment.offset - origin) for fragment in fragments]
+    return moved, _integers(table.content, 4)
 
 
-def _first_fragments(fragments: list[tuple[int, bytes]], pixel_format: PixelFormat) -> list[int]:
+def _fragments_at(
+    offsets: list[int],
+    fragments: list[_Fragment],
+    num_frames: int,
+) -> list[int]:
+    """Return the numbers of the fragments at which frames begin, by a table of their offsets."""
+    if len(offsets) != num_frames:
+        raise contradiction("NumberOfFrames", "the table of offsets")
+    starts = [fragment.offset for fragment in fragments]
+    ascends_from_0 = offsets[0] == 0 and offsets == sorted(set(offsets))
+    if not ascends_from_0 or not set(offsets) <= set(starts):
+        raise ImageError(
+            Reason.DAMAGED, "the table of offsets contradicts the fragments of PixelData"
+        )
+    return [starts.index(offset) for offset in offsets]
+
+
+def _first_fragments(fragments: list[_Fragment], pixel_format: PixelFormat) -> list[int]:
     """Return where frames begin if no table says it: at each code stream, or at each fragment."""
     num_frames = pixel_format.num_frames
     if pixel_format.has_code_streams:
-        starts = [
-            number for number, (_, content) in enumerate(fragments) if content.startswith(_STARTS)
-        ]
+        starts = []
+        for number, fragment in enumerate(fragments):
+            if fragment.content.startswith(_STARTS):
+                starts.append(number)
         if len(starts) != num_frames or starts[0] != 0:
             raise contradiction("NumberOfFrames", "the code streams of PixelData")
         return starts
@@ -682,18 +770,23 @@ def _code_stream_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[Stored
             raise contradiction("Rows, Columns", "the code stream")
         if code_stream.components != pixel_format.samples:
             raise contradiction("SamplesPerPixel", "the code stream")
-        is_ybr = code_stream.components == 3 and _is_ybr(code_stream, pixel_format)
+        is_dct = code_stream.kind == "DCT"
+        has_colours = code_stream.components == 3
+        is_ybr = has_colours and _is_ybr(code_stream, pixel_format)
         if is_ybr and code_stream.bits != 8:
             raise ImageError(
                 Reason.UNSUPPORTED, "PhotometricInterpretation YBR of other than 8 bits"
             )
-        if pixel_format.photometric == "PALETTE COLOR" and code_stream.kind == "DCT":
+        if pixel_format.photometric == "PALETTE COLOR" and is_dct:
             raise contradiction("PhotometricInterpretation", "the code stream, which is lossy,")
-        if code_stream.components == 3 and (pixel_format.signed or code_stream.signed):
+        is_signed = pixel_format.signed or code_stream.signed
+        if has_colours and is_signed:
             raise contradiction("PixelRepresentation", "PhotometricInterpretation")
         samples = decoded(code_stream, as_ybr=is_ybr)
-        if is_ybr and code_stream.kind != "DCT":
-            samples = rgb_of_ybr(samples.astype(np.uint8, copy=False))
+        if is_ybr and not is_dct:
+            # libjpeg turns colours itself; the decoders of the other kinds do not.
+            ybr = samples.astype(np.uint8, copy=False)
+            samples = rgb_of_ybr(ybr)
         yield _frame_of_samples(samples, code_stream, pixel_format)
 
 
@@ -734,7 +827,8 @@ def _frame_of_samples(
     bits = min(stored, code_stream.bits)
     lowest, highest = _bounds(bits, pixel_format.signed)
     values: Numbers = samples
-    if not pixel_format.signed and not code_stream.signed and code_stream.bits <= stored:
+    has_signs = pixel_format.signed or code_stream.signed
+    if not has_signs and code_stream.bits <= stored:
         return StoredFrame(values, (lowest, highest))
     if pixel_format.signed and not code_stream.signed and code_stream.kind != "JPEG 2000":
         values = _with_sign(values, code_stream, stored)
@@ -752,10 +846,8 @@ def _frame_of_samples(
         if smallest < lowest - slack or largest > highest + slack:
             raise contradiction("BitsStored", "the code stream")
         values = values.clip(lowest, highest)
-    sign = "u"
-    if pixel_format.signed:
-        sign = "i"
-    values = values.astype(f"{sign}{samples.dtype.itemsize}", copy=False)
+    kind = _integer_type(samples.dtype.itemsize, pixel_format.signed)
+    values = values.astype(kind, copy=False)
     return StoredFrame(values, (lowest, highest))
 
 
@@ -766,16 +858,21 @@ def _with_sign(
 ) -> Numbers:
     """Return two's complement of so many stored bits as signed numbers."""
     if stored > code_stream.bits:
-        if int(values.max()) >= 1 << (code_stream.bits - 1):
+        half = 1 << (code_stream.bits - 1)
+        if int(values.max()) >= half:
             raise contradiction("BitsStored", "the code stream")
         return values
+    wide = values.astype(np.int32)
     num_unused = 32 - stored
-    shifted = np.left_shift(values.astype(np.int32), num_unused)
+    shifted = np.left_shift(wide, num_unused)
     # The shift back extends the sign.
     signed: Numbers = np.right_shift(shifted, num_unused)
     # Bits above the stored ones are zero, or repeat the sign; anything else is no value of so many bits.
-    above = values.astype(np.int32) >> stored
-    all_above = (1 << (code_stream.bits - stored)) - 1
-    if not ((above == 0) | ((above == all_above) & (signed < 0))).all():
+    above = wide >> stored
+    num_above = code_stream.bits - stored
+    all_ones = (1 << num_above) - 1
+    repeats_sign = (above == all_ones) & (signed < 0)
+    is_value = (above == 0) | repeats_sign
+    if not is_value.all():
         raise contradiction("BitsStored", "the code stream")
     return signed

@@ -57,7 +57,8 @@ class Frame:
         if self.padding is None:
             return self.picture
         values = self.picture.values
-        filled: Numbers = np.where(self.padding[None], values.dtype.type(background), values)
+        background_value = values.dtype.type(background)
+        filled: Numbers = np.where(self.padding[None], background_value, values)
         return replace(self.picture, values=filled)
 
 
@@ -75,17 +76,25 @@ def frame_of(
     spacing = spacing_of(tags, number)
     full: Bounds | None = None
     if stored.bounds is not None:
-        full = (float(stored.bounds[0]), float(stored.bounds[1]))
+        full = _as_floats(stored.bounds)
     if pixel_format.photometric == "PALETTE COLOR":
         frame = Frame(_through_palette(tags, stored.values, pixel_format, spacing))
     elif pixel_format.samples == 3:
-        values = supported(np.moveaxis(stored.values, -1, 0))
-        frame = Frame(Picture(_writeable(values, stored.values), spacing, None, full))
+        channels_first = np.moveaxis(stored.values, -1, 0)
+        values = _writeable(supported(channels_first), stored.values)
+        frame = Frame(Picture(values, spacing, None, full))
     else:
         frame = _grey(tags, number, stored, pixel_format, spacing, full)
     if spacing is not None and lengths_of(tags, number) is None:
-        return replace(frame, picture=replace(frame.picture, spacing_in_mm=False))
+        # Only the proportion of a pixel's sides is known.
+        picture = replace(frame.picture, spacing_in_mm=False)
+        return replace(frame, picture=picture)
     return frame
+
+
+def _as_floats(bounds: tuple[int, int]) -> Bounds:
+    low, high = bounds
+    return float(low), float(high)
 
 
 def _writeable(values: Values, source: Numbers) -> Values:
@@ -114,11 +123,13 @@ def _grey(
         table = _table_of(tables[0], "LUTDescriptor", "LUTData", pixel_format.signed)
         values = table.applied(values)
         bounds = table.bounds
-        full = (float(bounds[0]), float(bounds[1]))
+        full = _as_floats(bounds)
     elif full is not None:
+        # A negative slope turns the order of the two around.
         ends = (full[0] * slope + intercept, full[1] * slope + intercept)
         full = (min(ends), max(ends))
-    window = _window(tags, number, is_signed=full is not None and full[0] < 0)
+    is_signed = full is not None and full[0] < 0
+    window = _window(tags, number, is_signed=is_signed)
     if _is_inverted(tags, pixel_format):
         # Turned within the bounds of the type; numbers without bounds change their sign.
         turn = 0.0
@@ -127,12 +138,15 @@ def _grey(
         slope = -slope
         intercept = turn - intercept
         if window is not None:
-            window = _ascending(turn - window[1], turn - window[0])
+            black, white = window
+            window = _ascending(turn - white, turn - black)
     values = _rescaled(values, slope, intercept, bounds)
     if padding is not None and values.dtype.kind == "f":
         # A padding that is not a number would make the whole picture unusable.
-        values = np.where(padding & ~np.isfinite(values), values.dtype.type(0), values)
-    picture = Picture(_writeable(supported(values[None]), stored.values), spacing, window, full)
+        is_unusable = padding & ~np.isfinite(values)
+        values = np.where(is_unusable, values.dtype.type(0), values)
+    own_values = _writeable(supported(values[None]), stored.values)
+    picture = Picture(own_values, spacing, window, full)
     return Frame(picture, padding)
 
 
@@ -202,10 +216,12 @@ def _integer_padding(tags: Any, stored: StoredFrame) -> tuple[int, int] | None:
         return None
     if limit is None:
         limit = value
+    # The limit may be below the value or above it.
     ends = (_as_stored(value, stored.bounds), _as_stored(limit, stored.bounds))
+    lowest_stored, highest_stored = stored.bounds
     # Comparison with a number that the type cannot hold is an error in NumPy; such a padding occurs nowhere.
-    lowest = max(min(ends), stored.bounds[0])
-    highest = min(max(ends), stored.bounds[1])
+    lowest = max(min(ends), lowest_stored)
+    highest = min(max(ends), highest_stored)
     if lowest > highest:
         return None
     return (lowest, highest)
@@ -213,10 +229,11 @@ def _integer_padding(tags: Any, stored: StoredFrame) -> tuple[int, int] | None:
 
 def _as_stored(word: int, bounds: tuple[int, int]) -> int:
     """Return a word of padding as a stored value, whatever sign the type beside it in the file has."""
-    if bounds[0] == 0:
+    lowest, highest = bounds
+    if lowest == 0:
         return word
-    num_values = bounds[1] - bounds[0] + 1
-    if bounds[1] < word < num_values:
+    num_values = highest - lowest + 1
+    if highest < word < num_values:
         return word - num_values  # the bits of a cell whose sign was not extended
     if word >= _WORD // 2:
         return word - _WORD
@@ -244,12 +261,17 @@ def _rescaled(
     """Return slope * values + intercept: whole numbers in the smallest type that holds them, else float32."""
     if (slope, intercept) == (1.0, 0.0):
         return values
-    is_whole = values.dtype.kind in "iu" and slope.is_integer() and intercept.is_integer()
-    if is_whole and max(abs(slope), abs(intercept)) < 1 << 31:
-        kind = _type_of_result(values, bounds, int(slope), int(intercept))
+    has_whole_values = values.dtype.kind in "iu"
+    has_whole_terms = slope.is_integer() and intercept.is_integer()
+    largest_term = max(abs(slope), abs(intercept))
+    if has_whole_values and has_whole_terms and largest_term < 1 << 31:
+        whole_slope = int(slope)
+        whole_intercept = int(intercept)
+        kind = _type_of_result(values, bounds, whole_slope, whole_intercept)
         if kind is not None:
-            return _rescaled_whole(values, kind, int(slope), int(intercept))
-    return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
+            return _rescaled_whole(values, kind, whole_slope, whole_intercept)
+    rescaled = values.astype(np.float64) * slope + intercept
+    return np.asarray(rescaled).astype(np.float32)
 
 
 def _type_of_result(
@@ -276,13 +298,14 @@ def _rescaled_whole(
     intercept: int,
 ) -> Values:
     limits = np.iinfo(kind)
-    if abs(slope) != 1 or not limits.min <= intercept <= limits.max:
+    fits_intercept = limits.min <= intercept <= limits.max
+    if abs(slope) != 1 or not fits_intercept:
         wide: Numbers = values.astype(np.int64)
         return np.asarray(wide * slope + intercept).astype(kind)
     # Whole numbers wrap around and back, so that they can be added in the type of the result.
-    is_alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
+    has_same_size = values.dtype.itemsize == np.dtype(kind).itemsize
     narrow: Numbers
-    if is_alike:
+    if values.dtype.isnative and has_same_size:
         narrow = values.view(kind)
     else:
         narrow = values.astype(kind)
@@ -321,12 +344,14 @@ def _window(
     centre = float_of(group, "WindowCenter")
     width = float_of(group, "WindowWidth")
     if centre is not None and width is not None:
-        return _window_ends(centre, width, text_of(group, "VOILUTFunction").upper() or "LINEAR")
+        function = text_of(group, "VOILUTFunction").upper() or "LINEAR"
+        return _window_ends(centre, width, function)
     tables = sequence_of(group, "VOILUTSequence")
     if not len(tables):
         return None
     table = _table_of(tables[0], "LUTDescriptor", "LUTData", is_signed)
-    return _ascending(float(table.first), float(table.first + len(table.entries) - 1))
+    last = table.first + len(table.entries) - 1
+    return _ascending(float(table.first), float(last))
 
 
 def _window_ends(
@@ -337,9 +362,11 @@ def _window_ends(
     if function == "LINEAR" and width >= 1:
         # C.11.2.1.2.1: black up to c - 0.5 - (w - 1) / 2, white from c - 0.5 + (w - 1) / 2.
         middle = centre - 0.5
-        return _ascending(middle - (width - 1) / 2, middle + (width - 1) / 2)
+        half_width = (width - 1) / 2
+        return _ascending(middle - half_width, middle + half_width)
     if function in ("LINEAR_EXACT", "SIGMOID") and width > 0:
-        return _ascending(centre - width / 2, centre + width / 2)
+        half_width = width / 2
+        return _ascending(centre - half_width, centre + half_width)
     return None
 
 
@@ -377,8 +404,9 @@ class LookupTable:
         """
         if values.dtype.kind not in "iu":
             raise contradiction("LUTData", "FloatPixelData")
-        places = (values.astype(np.int64) - self.first).clip(0, len(self.entries) - 1)
-        return np.asarray(self.entries[places])
+        last = len(self.entries) - 1
+        places = values.astype(np.int64) - self.first
+        return np.asarray(self.entries[places.clip(0, last)])
 
 
 def _table_of(
@@ -423,15 +451,13 @@ def _table_entries(
         value = element.value
     # Values have an even length. Of a single entry, bytes and words have the same length: it is taken for a word.
     num_padded = num_entries + num_entries % 2
-    if (
-        isinstance(value, bytes)
-        and bits <= 8
-        and len(value) == num_padded
-        and num_padded != 2 * num_entries
-    ):
+    may_be_bytes = bits <= 8 and num_padded != 2 * num_entries
+    if may_be_bytes and isinstance(value, bytes) and len(value) == num_padded:
         data = value
         if not getattr(element, "is_little_endian", True):
-            data = np.frombuffer(value, ">u2").astype("<u2").tobytes()
+            # Bytes are stored in words here too.
+            words_of_bytes = np.frombuffer(value, ">u2")
+            data = words_of_bytes.astype("<u2").tobytes()
         return np.frombuffer(data, np.uint8, num_entries)
     words = np.array(words_of(item, keyword), np.uint16)
     if len(words) != num_entries:
@@ -448,15 +474,23 @@ def _through_palette(
     spacing: Spacing | None,
 ) -> Picture:
     tables = [_palette_table(tags, colour, pixel_format.signed) for colour in _COLOURS]
-    if len({(len(table.entries), table.first, table.bits) for table in tables}) > 1:
-        raise contradiction(*(f"{colour}PaletteColorLookupTableDescriptor" for colour in _COLOURS))
-    bits = tables[0].bits
+    descriptions = {(len(table.entries), table.first, table.bits) for table in tables}
+    if len(descriptions) > 1:
+        raise contradiction(*(_palette_descriptor(colour) for colour in _COLOURS))
+    first_table = tables[0]
     kind: type[np.uint8] | type[np.uint16] = np.uint16
-    if bits == 8:
+    if first_table.bits == 8:
         kind = np.uint8
-    colours = np.stack([table.applied(values).astype(kind) for table in tables])
-    brightest = float((1 << bits) - 1)
-    return Picture(supported(colours), spacing, None, (0.0, brightest))
+    channels = []
+    for table in tables:
+        entries = table.applied(values)
+        channels.append(entries.astype(kind))
+    colours = supported(np.stack(channels))
+    return Picture(colours, spacing, None, _as_floats(first_table.bounds))
+
+
+def _palette_descriptor(colour: str) -> str:
+    return f"{colour}PaletteColorLookupTableDescriptor"
 
 
 def _palette_table(
@@ -464,7 +498,7 @@ def _palette_table(
     colour: str,
     is_signed: bool,
 ) -> LookupTable:
-    descriptor = f"{colour}PaletteColorLookupTableDescriptor"
+    descriptor = _palette_descriptor(colour)
     if not has_tag(tags, descriptor):
         raise ImageError(Reason.DAMAGED, f"{descriptor} is missing")
     data = f"{colour}PaletteColorLookupTableData"
@@ -496,19 +530,23 @@ def _unsegmented(
         while position + 2 < end and num_segments > 0:
             kind = words[position]
             length = words[position + 1]
+            start = position + 2
             num_segments -= 1
-            if kind == 0 and position + 2 + length <= len(words):
-                entries += words[position + 2 : position + 2 + length]
-                position += 2 + length
+            is_outermost = end == len(words) and num_segments == inf
+            if kind == 0 and start + length <= len(words):
+                entries += words[start : start + length]
+                position = start + length
             elif kind == 1 and entries:
-                line = np.linspace(entries[-1], words[position + 2], length + 1)[1:]
-                entries += [int(value) for value in np.floor(line + 0.5)]
-                position += 3
-            elif kind == 2 and end == len(words) and num_segments == inf and position + 4 <= end:
+                # It begins with the entry before, which is there already.
+                line = np.linspace(entries[-1], words[start], length + 1)[1:]
+                rounded = np.floor(line + 0.5)
+                entries += [int(value) for value in rounded]
+                position = start + 1
+            elif kind == 2 and is_outermost and start + 2 <= end:
                 # The offset counts bytes. What it points to is discrete or linear, so that this cannot go on forever.
-                offset = (words[position + 2] | words[position + 3] << 16) // 2
-                pending.append((position + 4, end, inf))
-                position = offset
+                offset = words[start] | words[start + 1] << 16
+                pending.append((start + 2, end, inf))
+                position = offset // 2
                 num_segments = float(length)
             else:
                 raise damaged

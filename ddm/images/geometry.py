@@ -26,6 +26,7 @@ Sides = Shape
 """The lengths of all axes but that of the channels."""
 _FLOAT_BYTES = 4
 _AXES = {"axial": 0, "coronal": 1, "sagittal": 2}
+_ALL_CHANNELS = slice(None)
 
 
 def covering_size(extent: Sequence[float], shape: Sides) -> Sides:
@@ -81,14 +82,20 @@ def resampled_size(
     steps = spacing or (1.0,) * len(sides)
     extent = [step * side for step, side in zip(steps, sides, strict=True)]
     if not all(0 < length < inf for length in extent):
-        got = "a length that is zero or not finite"
-        raise DataError("axes", expected="finite lengths above 0", got=got)
+        raise DataError(
+            "axes",
+            expected="finite lengths above 0",
+            got="a length that is zero or not finite",
+        )
     try:
         return _resampled_size(spec, extent, sides, shape)
     except ArithmeticError as error:
         # Lengths so different that their proportion is no number.
-        got = "lengths that differ too much"
-        raise DataError("axes", expected="lengths that can be compared", got=got) from error
+        raise DataError(
+            "axes",
+            expected="lengths that can be compared",
+            got="lengths that differ too much",
+        ) from error
 
 
 def _resampled_size(
@@ -135,27 +142,38 @@ def antialiased(values: Floats, size: Sides) -> Floats:
     # torch resamples two axes at a time: first rows and columns of every slice, then the slices of every column.
     x = torch.from_numpy(np.ascontiguousarray(values))
     if len(size) == 2:
-        return _plane(x[None], size)[0].numpy()
+        resampled_image = _plane(x[None], size)
+        return resampled_image[0].numpy()
     channels, depth, *_ = x.shape
+    new_depth, *slice_size = size
     slices = x.flatten(0, 1)[:, None]  # (C D, 1, H, W)
-    columns = _plane(slices, size[1:]).reshape(1, channels, depth, -1)
-    resampled = _plane(columns, (size[0], columns.shape[-1]))
+    resampled_slices = _plane(slices, tuple(slice_size))
+    columns = resampled_slices.reshape(1, channels, depth, -1)
+    num_columns = columns.shape[-1]
+    resampled = _plane(columns, (new_depth, num_columns))
     return resampled.reshape(channels, *size).numpy()
 
 
 def _plane(x: torch.Tensor, size: Sides) -> torch.Tensor:
+    """Resample the last two axes."""
     if tuple(x.shape[2:]) == size:
         return x
-    return interpolate(x, size, mode="bilinear", align_corners=False, antialias=True)
+    return interpolate(
+        x,
+        size,
+        mode="bilinear",
+        align_corners=False,
+        antialias=True,
+    )
 
 
 def middle(values: Floats, shape: Sides) -> Floats:
     """Cut (C, ...) to its middle where a side is longer; an odd remainder loses one more at the end."""
-    ranges = []
+    ranges = [_ALL_CHANNELS]
     for size, target in zip(values.shape[1:], shape, strict=True):
         start = max(0, size - target) // 2
         ranges.append(slice(start, start + target))
-    return values[(slice(None), *ranges)]
+    return values[tuple(ranges)]
 
 
 def padded(
@@ -166,12 +184,13 @@ def padded(
     """Put (C, ...) into the middle of `shape`, where no side is longer; an odd remainder adds one more at the end."""
     if values.shape[1:] == shape:
         return values
-    result = np.full((values.shape[0], *shape), value, np.float32)
-    ranges = []
-    for size, target in zip(values.shape[1:], shape, strict=True):
+    channels, *sides = values.shape
+    result = np.full((channels, *shape), value, np.float32)
+    ranges = [_ALL_CHANNELS]
+    for size, target in zip(sides, shape, strict=True):
         start = (target - size) // 2
         ranges.append(slice(start, start + size))
-    result[(slice(None), *ranges)] = values
+    result[tuple(ranges)] = values
     return result
 
 
@@ -197,17 +216,18 @@ def content_of(
     if not is_bright.any():
         expected = "some above transform.content.threshold"
         raise DataError("values", expected=expected, got="a darker picture")
-    ranges = []
+    ranges = [_ALL_CHANNELS]
     for axis, side in enumerate(is_bright.shape):
         other_axes = tuple(other for other in range(is_bright.ndim) if other != axis)
-        bright_places = np.flatnonzero(np.any(is_bright, axis=other_axes))
+        has_bright_values = np.any(is_bright, axis=other_axes)
+        bright_places = np.flatnonzero(has_bright_values)
         first = int(bright_places[0])
         end = int(bright_places[-1]) + 1
         margin = round(content.margin * (end - first))
         start = max(0, first - margin)
         stop = min(side, end + margin)
         ranges.append(slice(start, stop))
-    return values[(slice(None), *ranges)]
+    return values[tuple(ranges)]
 
 
 def axis_of(slices: Slices) -> int:

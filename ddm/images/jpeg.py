@@ -117,7 +117,8 @@ def decoded(markers: Markers, colour_space: str | None = None) -> Numbers:
         with opened(BytesIO(markers.pixels), "JPEG") as image:
             if colour_space is not None:
                 # Pillow passes the second word on to libjpeg, which otherwise decides by the markers.
-                image.tile = [image.tile[0]._replace(args=(image.mode, colour_space))]
+                tile = image.tile[0]
+                image.tile = [tile._replace(args=(image.mode, colour_space))]
             values: Numbers = np.asarray(image)
     except (OSError, SyntaxError) as error:
         if "truncated" in str(error):
@@ -193,7 +194,10 @@ def _note(
     elif marker == _APP0:
         if segment.startswith(b"JFIF\0"):
             markers.jfif = segment
-        if segment.startswith(b"JFXX\0") or (segment.startswith(b"JFIF\0") and any(segment[12:14])):
+            # Width and height of a thumbnail; 0 where there is none.
+            if any(segment[12:14]):
+                metadata.add_thumbnail()
+        elif segment.startswith(b"JFXX\0"):
             metadata.add_thumbnail()
     elif marker == _APP1 and segment.startswith(b"Exif\0"):
         metadata.add_exif(segment[6:])
@@ -210,20 +214,29 @@ def _note(
 def _note_frame(markers: Markers, segment: bytes) -> None:
     if markers.sampling:
         raise ImageError(Reason.DAMAGED, "SOF twice")
-    if len(segment) < 6 or len(segment) != 6 + 3 * segment[5]:
+    # T.81, B.2.2: precision, height, width, number of components, then three bytes for each of these.
+    if len(segment) < 6:
         raise ImageError(Reason.DAMAGED, "SOF")
-    if segment[0] != 8:
+    precision = segment[0]
+    num_components = segment[5]
+    if len(segment) != 6 + 3 * num_components:
+        raise ImageError(Reason.DAMAGED, "SOF")
+    if precision != 8:
         raise ImageError(Reason.UNSUPPORTED, "SOF: a precision other than 8 bits")
-    if segment[5] not in (1, 3, 4):
+    if num_components not in (1, 3, 4):
         raise ImageError(
             Reason.UNSUPPORTED, "SOF: another number of components than one, three or four"
         )
     markers.height = int.from_bytes(segment[1:3])
     markers.width = int.from_bytes(segment[3:5])
-    for number, factors, _ in zip(segment[6::3], segment[7::3], segment[8::3], strict=True):
-        markers.sampling[number] = (factors >> 4, factors & 15)
-    has_zero = any(0 in factors_of_component for factors_of_component in markers.sampling.values())
-    if len(markers.sampling) != segment[5] or has_zero:
+    for number, factors in zip(segment[6::3], segment[7::3], strict=True):
+        across = factors >> 4
+        down = factors & 15
+        if across == 0 or down == 0:
+            raise ImageError(Reason.DAMAGED, "SOF: components")
+        markers.sampling[number] = (across, down)
+    # Two components of one number would be one here.
+    if len(markers.sampling) != num_components:
         raise ImageError(Reason.DAMAGED, "SOF: components")
 
 
@@ -247,33 +260,42 @@ def _check_restarts(
             raise ImageError(Reason.DAMAGED, "restart markers without an interval (DRI)")
         return
     num_units = _num_coded_units(markers, scan_header)
-    if len(restarts) != ceil(num_units / markers.restart_interval) - 1:
+    num_intervals = ceil(num_units / markers.restart_interval)
+    # There is one between two intervals.
+    if len(restarts) != num_intervals - 1:
         raise ImageError(Reason.DAMAGED, "number of restart markers")
     for number, restart in enumerate(restarts):
         # Restart markers count modulo 8 (T.81, table B.1): another order means that data are missing.
-        if restart[0] != 0xD0 + number % 8:
+        next_restart = 0xD0 + number % 8
+        if restart[0] != next_restart:
             raise ImageError(Reason.DAMAGED, "order of restart markers")
 
 
 def _num_coded_units(markers: Markers, scan_header: bytes) -> int:
     """Return the number of coded units (MCU) of a scan: T.81, A.2."""
-    if not scan_header or len(scan_header) < 1 + 2 * scan_header[0]:
+    if not scan_header:
         raise ImageError(Reason.DAMAGED, "SOS")
-    components = scan_header[1 : 1 + 2 * scan_header[0] : 2]
+    # The number of components, then two bytes for each: its number, and its tables.
+    components_end = 1 + 2 * scan_header[0]
+    if len(scan_header) < components_end:
+        raise ImageError(Reason.DAMAGED, "SOS")
+    components = scan_header[1:components_end:2]
     if not components or not set(components) <= set(markers.sampling):
         raise ImageError(Reason.DAMAGED, "SOS: components")
     max_across = max(across for across, _ in markers.sampling.values())
     max_down = max(down for _, down in markers.sampling.values())
     if len(components) > 1:
         # Interleaved: a unit has blocks of 8 x 8 samples of every component.
-        columns = ceil(markers.width / (8 * max_across))
-        rows = ceil(markers.height / (8 * max_down))
-        return columns * rows
-    # A single component: a unit is one of its blocks.
-    across, down = markers.sampling[components[0]]
-    num_samples_across = ceil(markers.width * across / max_across)
-    num_samples_down = ceil(markers.height * down / max_down)
-    return ceil(num_samples_across / 8) * ceil(num_samples_down / 8)
+        units_across = ceil(markers.width / (8 * max_across))
+        units_down = ceil(markers.height / (8 * max_down))
+    else:
+        # A single component: a unit is one of its blocks.
+        across, down = markers.sampling[components[0]]
+        samples_across = ceil(markers.width * across / max_across)
+        samples_down = ceil(markers.height * down / max_down)
+        units_across = ceil(samples_across / 8)
+        units_down = ceil(samples_down / 8)
+    return units_across * units_down
 
 
 def _rgb_of_four(values: Numbers, markers: Markers) -> Numbers:

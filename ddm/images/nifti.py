@@ -71,7 +71,8 @@ def read(
     slope, intercept = _scaling(header, stored)
     offset = float(header["vox_offset"])
     # The range first: a number that is not finite has no whole part.
-    if not min_offset <= offset <= _MAX_VOX_OFFSET or offset != int(offset):
+    is_in_range = min_offset <= offset <= _MAX_VOX_OFFSET
+    if not is_in_range or offset != int(offset):
         raise ImageError(Reason.DAMAGED, "vox_offset")
     matrix = _matrix(header, shape)
     window = _window(header)
@@ -81,14 +82,22 @@ def read(
     if stored.names:
         num_fields = len(stored.names)
     limits.check(*shape, num_fields)
+    is_scaled = (slope, intercept) != (1.0, 0.0)
     for values in read_volumes(content, int(offset), shape, stored, num_volumes):
         full = bounds_of(stored, slope, intercept)
         if stored.names:
             values = _colours(values)
             full = (0.0, 255.0)
-        elif (slope, intercept) != (1.0, 0.0):
-            values = values.astype(np.float64) * slope + intercept
-        yield picture_of_volume(values, matrix, kind, window=window, full=full)
+        elif is_scaled:
+            stored_values = values.astype(np.float64)
+            values = stored_values * slope + intercept
+        yield picture_of_volume(
+            values,
+            matrix,
+            kind,
+            window=window,
+            full=full,
+        )
 
 
 def _window(header: Any) -> Bounds | None:
@@ -110,21 +119,23 @@ def _shape(header: Any) -> tuple[tuple[int, int, int, int], int]:
     if min(sides) < 1:
         raise ImageError(Reason.DAMAGED, "dim: a side of length zero")
     sides += [1] * (7 - num_axes)
-    has_times_and_channels = sides[3] > 1 and sides[4] > 1
-    if num_axes == 1 or max(sides[5:]) > 1 or has_times_and_channels:
+    i, j, k, fourth, fifth, *further = sides
+    has_times_and_channels = fourth > 1 and fifth > 1
+    if num_axes == 1 or max(further) > 1 or has_times_and_channels:
         raise ImageError(
             Reason.SHAPE,
             "dim: only one axis, or more axes than a volume and its channels or times have",
         )
     units = int(header["xyzt_units"])
-    is_known_unit = units & _SPACE_UNIT_BITS in _SPACE_UNITS_MM
-    other_bits = units & ~(_SPACE_UNIT_BITS | _TIME_UNIT_BITS)
-    if not is_known_unit or other_bits:
+    space_unit = units & _SPACE_UNIT_BITS
+    time_unit = units & _TIME_UNIT_BITS
+    other_bits = units - space_unit - time_unit
+    if space_unit not in _SPACE_UNITS_MM or other_bits:
         raise ImageError(Reason.DAMAGED, "xyzt_units")
-    i, j, k, fourth, fifth, *_ = sides
-    if units & _TIME_UNIT_BITS:
+    if time_unit:
         return (i, j, k, fifth), fourth
-    return (i, j, k, fourth * fifth), 1
+    num_channels = fourth * fifth
+    return (i, j, k, num_channels), 1
 
 
 def _dtype(header: Any) -> np.dtype[Any]:
@@ -160,21 +171,27 @@ def _colours(values: Numbers) -> NDArray[np.uint8]:
     if values.shape[3] != 1:
         raise ImageError(Reason.SHAPE, "dim: colours with a further axis of channels")
     names = values.dtype.names or ()
-    if "A" in names and (values["A"] != 255).any():
-        raise ImageError(Reason.UNSUPPORTED, "datatype: RGBA32 with transparency")
-    return np.concatenate([values[name] for name in "RGB"], axis=3)
+    if "A" in names:
+        is_transparent = values["A"] != 255
+        if is_transparent.any():
+            raise ImageError(Reason.UNSUPPORTED, "datatype: RGBA32 with transparency")
+    channels = [values[name] for name in "RGB"]
+    return np.concatenate(channels, axis=3)
 
 
 def _matrix(header: Any, shape: Shape) -> NDArray[np.float64]:
     """Return the matrix from voxels to mm: that of sform, else of qform, else of the sides of voxels alone."""
     pixdim = header["pixdim"]
+    # A view: what is written to it is written to the header.
+    voxel_sides = pixdim[1:4]
     is_thin = np.array(shape[:3]) == 1
     # Flat images often state no thickness, and one voxel needs none.
-    pixdim[1:4][is_thin & ~(pixdim[1:4] > 0)] = 1
+    has_no_side = ~(voxel_sides > 0)
+    voxel_sides[is_thin & has_no_side] = 1
     if header["sform_code"] > 0:
         matrix = header.get_sform()
         _fill_thin_axis(matrix, is_thin)
-    elif not (pixdim[1:4] > 0).all():
+    elif not (voxel_sides > 0).all():
         raise ImageError(Reason.DAMAGED, "pixdim")
     elif header["qform_code"] > 0:
         # nifti1.h: any other number than -1 counts as 1.
@@ -189,7 +206,8 @@ def _matrix(header: Any, shape: Shape) -> NDArray[np.float64]:
     else:
         # Neither says where the patient's axes are. nibabel takes the first axis to go to the left, the second to the
         # front, the third to the top, as in ANALYZE 7.5 and in FSL.
-        matrix = np.diag([*pixdim[1:4] * (-1, 1, 1), 1])
+        scales = voxel_sides * (-1, 1, 1)
+        matrix = np.diag([*scales, 1])
     matrix = np.array(matrix, np.float64)
     space_unit = int(header["xyzt_units"]) & _SPACE_UNIT_BITS
     matrix[:3] *= _SPACE_UNITS_MM[space_unit]
@@ -198,11 +216,14 @@ def _matrix(header: Any, shape: Shape) -> NDArray[np.float64]:
 
 def _fill_thin_axis(matrix: NDArray[np.float64], is_thin: Mask) -> None:
     """Give an axis of one voxel that sform maps to nothing, as of a flat image, the direction across the others."""
-    is_empty = is_thin & ~matrix[:3, :3].any(axis=0)
+    # By rows, a view of the matrix: the direction of each axis of the file.
+    directions = matrix[:3, :3].T
+    has_direction = directions.any(axis=1)
+    is_empty = is_thin & ~has_direction
     if is_empty.sum() != 1:
         return
-    first, second = matrix[:3, :3].T[~is_empty]
+    first, second = directions[~is_empty]
     normal = np.cross(first, second)
     length = np.linalg.norm(normal)
     if length > 0:
-        matrix[:3, :3].T[is_empty] = normal / length
+        directions[is_empty] = normal / length

@@ -29,7 +29,10 @@ class NpyFolder:
     @property
     def files(self) -> tuple[str, ...]:
         """All names: parts, then columns."""
-        return (*self.parts, *(name for files in self.columns.values() for name in files))
+        names = list(self.parts)
+        for files in self.columns.values():
+            names.extend(files)
+        return tuple(names)
 
     def column_files(self, name: str) -> tuple[str, ...]:
         """Return the files of a column; none where there is no such column.
@@ -66,9 +69,15 @@ def npy_folder(names: Collection[str], images: str = "images") -> NpyFolder | No
     Raises:
         ImageError: one file for all rows beside files of parts.
     """
-    stems = {name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)}
     prefix = f"{images}-"
-    suffixes = [stem.removeprefix(prefix) for stem in stems if stem.startswith(prefix)]
+    stems = set()
+    for name in names:
+        if name.endswith(_SUFFIX):
+            stems.add(name.removesuffix(_SUFFIX))
+    suffixes = []
+    for stem in stems:
+        if stem.startswith(prefix):
+            suffixes.append(stem.removeprefix(prefix))
     if images in stems:
         if suffixes:
             raise ImageError(
@@ -107,8 +116,9 @@ def numeric_order(suffixes: Sequence[str]) -> list[str] | None:
         # Numbers that are filled with zeros are as wide as the shortest one; others are never wider than they have to
         # be.
         width = min(len(number) for number in digits)
-        if any(number != str(int(number)).zfill(width) for number in digits):
-            return None
+        for number in digits:
+            if number != str(int(number)).zfill(width):
+                return None
     suffix_of_numbers = {}
     for texts_of_part, suffix in zip(numbers_of_parts, suffixes, strict=True):
         numbers = tuple(int(text) for text in texts_of_part)
@@ -138,16 +148,18 @@ def _columns_of_parts(
             continue
         if suffix:
             of_parts.setdefault(column, {})[suffix] = stem + _SUFFIX
-        elif "-" in stem and is_known_column(stem.partition("-")[0]):
+            continue
+        first_word, hyphen, _ = stem.partition("-")
+        if hyphen and is_known_column(first_word):
             raise ImageError(Reason.AMBIGUOUS, "a column of a part that has no images")
-        else:
-            whole[stem] = stem + _SUFFIX
+        whole[stem] = stem + _SUFFIX
     columns: dict[str, tuple[str, ...]] = {}
     for column, file in whole.items():
         columns[column] = (file,)
     for column, files in of_parts.items():
-        in_order = tuple(files[suffix] for suffix in order if suffix in files)
-        columns[column] = columns.get(column, ()) + in_order
+        files_in_order = [files[suffix] for suffix in order if suffix in files]
+        whole_file = columns.get(column, ())
+        columns[column] = (*whole_file, *files_in_order)
     return columns
 
 

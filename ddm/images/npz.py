@@ -116,8 +116,9 @@ class EncodedArray:
         """Return the array to be read by rows; None where it is compressed or in Fortran order."""
         if self.offset is None or self.header.by_columns:
             return None
-        stored = FileArray(self.path, self.header.dtype, self.shape, self.offset)
-        if self.header.dtype.isnative:
+        header = self.header
+        stored = FileArray(self.path, header.dtype, header.shape, self.offset)
+        if header.dtype.isnative:
             return stored
         return NativeOrder(stored)
 
@@ -147,13 +148,16 @@ class EncodedArray:
         return np.concatenate(blocks)
 
     def _in_order(self) -> Iterator[Values]:
+        dtype = self.header.dtype
         row_shape = self.shape[1:]
-        row_bytes = prod(row_shape) * self.header.dtype.itemsize
+        row_bytes = prod(row_shape) * dtype.itemsize
         # Those of an npz go through the archive also where they are stored: it knows their checksum.
         with decoding(_ANY), self.open_values() as handle:
             for rows in self._block_rows(BLOCK_BYTES):
-                data = _read(handle, len(rows) * row_bytes)
-                yield np.frombuffer(data, self.header.dtype).reshape(len(rows), *row_shape)
+                num_rows = len(rows)
+                data = _read(handle, num_rows * row_bytes)
+                values = np.frombuffer(data, dtype)
+                yield values.reshape(num_rows, *row_shape)
             # At its end the archive also compares the checksum of the entry.
             if handle.read(1):
                 raise ValueError("bytes after the last row")
@@ -163,30 +167,39 @@ class EncodedArray:
             detail = f"compressed in Fortran order, and more than {_MAX_WHOLE_BYTES} bytes: save it in C order"
             raise ImageError(Reason.TOO_LARGE, detail)
         with decoding(_ANY), self.open_values() as handle:
-            values = np.frombuffer(_read(handle, self.header.num_bytes), self.header.dtype)
+            data = _read(handle, self.header.num_bytes)
+        values = np.frombuffer(data, self.header.dtype)
         # In Fortran order the first axis changes fastest: read in C order, this is the array with its axes reversed.
-        whole = values.reshape(self.shape[::-1]).T
+        reversed_shape = self.shape[::-1]
+        whole = values.reshape(reversed_shape).T
         for rows in self._block_rows(BLOCK_BYTES):
-            yield np.ascontiguousarray(whole[rows.start : rows.stop])
+            block = whole[rows.start : rows.stop]
+            yield np.ascontiguousarray(block)
 
     def _stored_by_columns(self, offset: int) -> Iterator[Values]:
         """Read rows of an array whose first axis changes fastest: the same place of all rows, then the next place."""
-        num_rows = self.shape[0]
-        row_shape = self.shape[1:]
+        dtype = self.header.dtype
+        num_rows, *row_shape = self.shape
         num_places = prod(row_shape)
-        values = FileArray(self.path, self.header.dtype, (num_places * num_rows,), offset)
+        num_values = num_places * num_rows
+        values = FileArray(self.path, dtype, (num_values,), offset)
         # As many rows as possible at once: each place of an image costs a read.
         for rows in self._block_rows(_FORTRAN_BLOCK_BYTES):
-            block = np.empty((num_places, len(rows)), self.header.dtype)
+            block = np.empty((num_places, len(rows)), dtype)
             for place in range(num_places):
                 start = place * num_rows + rows.start
-                block[place] = values.read(range(start, start + len(rows)))
-            yield np.ascontiguousarray(block.reshape(*row_shape[::-1], len(rows)).T)
+                end = start + len(rows)
+                block[place] = values.read(range(start, end))
+            by_reversed_axes = block.reshape(*reversed(row_shape), len(rows))
+            yield np.ascontiguousarray(by_reversed_axes.T)
 
     def _block_rows(self, block_bytes: int) -> Iterator[range]:
-        size = rows_of(block_bytes, self.shape[1:], self.header.dtype.itemsize)
-        for start in range(0, self.shape[0], size):
-            yield range(start, min(start + size, self.shape[0]))
+        """Yield the numbers of the rows of each block."""
+        num_rows, *row_shape = self.shape
+        size = rows_of(block_bytes, tuple(row_shape), self.header.dtype.itemsize)
+        for start in range(0, num_rows, size):
+            end = min(start + size, num_rows)
+            yield range(start, end)
 
 
 @dataclass(frozen=True)
@@ -219,7 +232,8 @@ def npy_header(path: Path) -> Header:
     """
     require_file(path, "an npy")
     with decoding(_NPY), path.open("rb") as handle:
-        return parse_header(handle.read(MAX_HEADER_BYTES))
+        head = handle.read(MAX_HEADER_BYTES)
+        return parse_header(head)
 
 
 def npy_array(path: Path) -> EncodedArray:
@@ -288,7 +302,8 @@ def npz_array(path: Path, name: str) -> EncodedArray:
     with decoding(_NPZ), ZipFile(path) as archive:
         entry = _entry(archive, name)
         with archive.open(entry) as handle:
-            header = parse_header(handle.read(MAX_HEADER_BYTES))
+            head = handle.read(MAX_HEADER_BYTES)
+        header = parse_header(head)
         # Before anything is unpacked: a small entry could announce an array of any size.
         if header.offset + header.num_bytes != entry.file_size:
             raise ValueError("an array longer or shorter than its entry")
@@ -347,7 +362,8 @@ def read_array(
         return array.whole()
     with decoding(_NPZ), array.open_values() as handle:
         data = _read(handle, array.header.num_bytes)
-    return np.frombuffer(data, array.header.dtype).reshape(())
+    single_value = np.frombuffer(data, array.header.dtype)
+    return single_value.reshape(())
 
 
 def _read(handle: IO[bytes], num_bytes: int) -> bytes:
@@ -358,9 +374,10 @@ def _read(handle: IO[bytes], num_bytes: int) -> bytes:
 
 
 def _entry(archive: ZipFile, name: str) -> ZipInfo:
-    entries = [entry for entry in archive.infolist() if _name(entry) == name]
+    all_entries = archive.infolist()
+    entries = [entry for entry in all_entries if _name(entry) == name]
     if not entries:
-        got = f"{len(archive.infolist())} arrays with other names"
+        got = f"{len(all_entries)} arrays with other names"
         raise DataError("data file", expected=f"an array called {name}", got=got)
     if len(entries) > 1:
         raise ImageError(Reason.AMBIGUOUS, "several arrays of one name in an npz")

@@ -61,9 +61,11 @@ class ParquetTable:
                 row_groups = read_footer(path)
             with decoding(_KIND), _opened(path) as file:
                 self.num_rows += sum(group.num_rows for group in row_groups)
-                columns = set(file.schema_arrow.names)
-                if len(columns) != len(file.schema_arrow.names):
+                listed_names = file.schema_arrow.names
+                columns = set(listed_names)
+                if len(columns) != len(listed_names):
                     raise ImageError(Reason.AMBIGUOUS, "two columns of one name")
+                # What all files have.
                 if names is None:
                     names = columns
                 names &= columns
@@ -96,7 +98,10 @@ class ParquetTable:
         kind = self._type(name)
         if _is_binary(kind):
             return True
-        return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+        if not pa.types.is_struct(kind):
+            return False
+        # pyarrow answers -1 where there is no such field.
+        return bool(kind.get_field_index("bytes") >= 0)
 
     def row_type(self, name: str) -> tuple[ValueType, Shape]:
         """Return type and shape of one picture: a tensor's own shape, of lists that of the first row.
@@ -136,7 +141,10 @@ class ParquetTable:
     def rows(self, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         """Yield rows one by one, the cells of some columns as scalars of pyarrow, which have copied nothing yet."""
         for batch in self._batches(names, 1):
-            yield {name: batch.column(name)[0] for name in names}
+            row = {}
+            for name in names:
+                row[name] = batch.column(name)[0]
+            yield row
 
     def cells(self, name: str, max_bytes: int) -> Values:
         """Return a column of text or numbers, one entry a row; of classes with names in the schema, their names.
@@ -148,8 +156,6 @@ class ParquetTable:
         Raises:
             DataError: a file that is damaged, a cell that is too long or empty, or a column of something else.
         """
-        import pyarrow as pa
-
         if self.is_text(name):
             # A missing text becomes an empty one, which every reader of a column takes for missing.
             texts = [text or "" for (text,) in self.texts([name], max_bytes)]
@@ -158,31 +164,7 @@ class ParquetTable:
         classes = self.class_names(name)
         if not _is_number(kind):
             raise DataError(name, expected="a column of text or numbers", got=str(kind))
-        blocks: list[Values] = []
-        first = 0
-        for batch in self._batches([name], _MAX_BATCH_ROWS):
-            with decoding(_KIND):
-                column = batch.column(0)
-                if pa.types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                if pa.types.is_boolean(column.type):
-                    column = column.cast(pa.int64())
-                if classes is not None:
-                    # As Hugging Face's own files number a missing class.
-                    column = column.fill_null(-1)
-                elif column.null_count and pa.types.is_integer(column.type):
-                    # Missing numbers in floating point become NaN; whole numbers have none.
-                    row = first + column.is_null().index(True).as_py()
-                    raise DataError(
-                        name,
-                        expected="a number in every row",
-                        got=f"none in row {row}",
-                    )
-                blocks.append(np.asarray(column.to_numpy(zero_copy_only=False)))
-            first += len(batch)
-        if not blocks:
-            blocks.append(np.empty(0, np.int64))
-        numbers = np.concatenate(blocks)
+        numbers = self._numbers(name, is_class=classes is not None)
         if classes is None:
             return numbers
         class_texts = []
@@ -192,9 +174,41 @@ class ParquetTable:
             class_texts.append(class_text or "")
         return _text_array(name, class_texts)
 
+    def _numbers(self, name: str, *, is_class: bool) -> Values:
+        """Return a column of numbers; a missing class is -1, and another missing whole number is refused."""
+        import pyarrow as pa
+
+        blocks: list[Values] = []
+        first = 0
+        for batch in self._batches([name], _MAX_BATCH_ROWS):
+            with decoding(_KIND):
+                column = batch.column(0)
+                if pa.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                if pa.types.is_boolean(column.type):
+                    column = column.cast(pa.int64())
+                if is_class:
+                    # As Hugging Face's own files number a missing class.
+                    column = column.fill_null(-1)
+                elif column.null_count and pa.types.is_integer(column.type):
+                    # Missing numbers in floating point become NaN; whole numbers have none.
+                    row = first + _first_missing(column)
+                    raise DataError(
+                        name,
+                        expected="a number in every row",
+                        got=f"none in row {row}",
+                    )
+                block = column.to_numpy(zero_copy_only=False)
+                blocks.append(np.asarray(block))
+            first += len(batch)
+        if not blocks:
+            blocks.append(np.empty(0, np.int64))
+        return np.concatenate(blocks)
+
     def is_text(self, name: str) -> bool:
         """Whether a column holds text, as such, in bytes, or as numbers of the entries of a list of texts."""
-        return _is_text(_value_type(self._type(name)))
+        kind = _value_type(self._type(name))
+        return _is_text(kind)
 
     def texts(self, names: Sequence[str], max_bytes: int) -> Iterator[tuple[str | None, ...]]:
         """Yield the rows of some columns as text; None where a cell holds nothing.
@@ -211,8 +225,11 @@ class ParquetTable:
         # As a dictionary, so that a text that many rows repeat is in memory once, until its length has been looked at.
         text_names = [name for name in names if self.is_text(name)]
         for batch in self._batches(names, _MAX_BATCH_ROWS, text_names):
+            columns = []
             with decoding(_KIND):
-                columns = [_texts(batch.column(name), name, max_bytes) for name in names]
+                for name in names:
+                    texts = _texts(batch.column(name), name, max_bytes)
+                    columns.append(texts)
             yield from zip(*columns, strict=True)
 
     def class_names(self, name: str) -> list[str] | None:
@@ -239,11 +256,11 @@ class ParquetTable:
         features: dict[str, Mapping[str, Any]] | None = None
         for path in self.files:
             with decoding(_KIND), _opened(path) as file:
-                metadata = (file.schema_arrow.metadata or {}).get(_HUGGING_FACE)
-            of_file = _parse_features(metadata)
-            if features is not None and features != of_file:
+                metadata = file.schema_arrow.metadata or {}
+            features_of_file = _parse_features(metadata.get(_HUGGING_FACE))
+            if features is not None and features != features_of_file:
                 raise ImageError(Reason.AMBIGUOUS, "files with different metadata of Hugging Face")
-            features = of_file
+            features = features_of_file
         return features or {}
 
     def _type(self, name: str) -> Any:
@@ -251,10 +268,12 @@ class ParquetTable:
         kinds = []
         for path in self.files:
             with decoding(_KIND), _opened(path) as file:
-                kinds.append(file.schema_arrow.field(name).type)
-        if any(kind != kinds[0] for kind in kinds):
+                column = file.schema_arrow.field(name)
+                kinds.append(column.type)
+        first_kind = kinds[0]
+        if any(kind != first_kind for kind in kinds):
             raise ImageError(Reason.AMBIGUOUS, "a column of another type in some of the files")
-        return kinds[0]
+        return first_kind
 
     def _batches(
         self,
@@ -297,8 +316,11 @@ def _text_array(name: str, texts: Sequence[str]) -> Values:
     max_length = max(map(len, texts), default=0)
     num_bytes = _CHARACTER_BYTES * max_length * len(texts)
     if num_bytes > MAX_COLUMN_BYTES:
-        got = f"{len(texts)} entries of {max_length} characters each"
-        raise DataError(name, expected=f"at most {MAX_COLUMN_BYTES} bytes", got=got)
+        raise DataError(
+            name,
+            expected=f"at most {MAX_COLUMN_BYTES} bytes",
+            got=f"{len(texts)} entries of {max_length} characters each",
+        )
     return np.array(texts, dtype=np.str_)
 
 
@@ -325,10 +347,11 @@ def _texts(
             )
         # The entries that these rows name: a list of them may be much longer than a batch.
         numbers = pc.unique(column.indices).drop_null()
+        used_entries = column.dictionary.take(numbers)
         # The cast refuses bytes that are not UTF-8.
-        used = column.dictionary.take(numbers)
-        entries = pc.cast(used, pa.large_string())
-        text_of_number = dict(zip(numbers.to_pylist(), entries.to_pylist(), strict=True))
+        texts = pc.cast(used_entries, pa.large_string())
+        text_of_number = dict(zip(numbers.to_pylist(), texts.to_pylist(), strict=True))
+        # The number of a missing cell is None, which names no text.
         indices = column.indices.to_pylist()
         return [text_of_number.get(number) for number in indices]
     if not (_is_number(kind) or pa.types.is_null(kind)):
@@ -393,9 +416,10 @@ def _leaves_of(
     schema = file.metadata.schema
     for index in range(num_leaves):
         leaf = schema.column(index)
-        # A column of lists or structures is stored as several, named after it.
-        if any(leaf.path == column or leaf.path.startswith(f"{column}.") for column in names):
-            leaves[index] = leaf.max_repetition_level > 0
+        for column in names:
+            # A column of lists or structures is stored as several, named after it.
+            if leaf.path == column or leaf.path.startswith(f"{column}."):
+                leaves[index] = leaf.max_repetition_level > 0
     return leaves
 
 
@@ -416,27 +440,34 @@ def _check_row_group(
             # Such a cell is one value, there or missing.
             num_values = group.num_rows
         check_pages(path, chunk, num_values)
-        max_values = max(_MAX_VALUES, _MAX_VALUES_PER_BYTE * chunk.packed_bytes)
-        if chunk.num_values > max_values:
+        max_values_of_pictures = _MAX_VALUES_PER_BYTE * chunk.packed_bytes
+        if chunk.num_values > max(_MAX_VALUES, max_values_of_pictures):
             raise ImageError(Reason.TOO_LARGE, "lists of too many values for their compressed size")
 
 
 def _is_binary(kind: Any) -> bool:
     import pyarrow as pa
 
-    types = pa.types
-    is_of_any_length = (
-        types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    checks = (
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_binary_view,
+        pa.types.is_fixed_size_binary,
     )
-    return bool(is_of_any_length or types.is_fixed_size_binary(kind))
+    return any(check(kind) for check in checks)
 
 
 def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
-    types = pa.types
-    is_string = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    return bool(is_string or types.is_binary(kind) or types.is_large_binary(kind))
+    checks = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_string_view,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+    )
+    return any(check(kind) for check in checks)
 
 
 def _value_type(kind: Any) -> Any:
@@ -451,8 +482,12 @@ def _value_type(kind: Any) -> Any:
 def _is_number(kind: Any) -> bool:
     import pyarrow as pa
 
-    types = pa.types
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+    checks = (
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_boolean,
+    )
+    return any(check(kind) for check in checks)
 
 
 def _numpy_type(kind: Any) -> ValueType:
@@ -470,17 +505,21 @@ def _numpy_type(kind: Any) -> ValueType:
 def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    checks = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
     )
+    return any(check(kind) for check in checks)
 
 
 def _shape_of_first(column: Any) -> Shape:
     """Return the shape of the first row of nested lists."""
     shape: list[int] = []
     while len(column) and _is_list(column.type):
+        num_lists = prod(shape) or 1
         column = column.flatten()
-        shape.append(len(column) // (prod(shape) or 1))
+        shape.append(len(column) // num_lists)
     return tuple(shape)
 
 
@@ -493,7 +532,7 @@ def _pictures(
     import pyarrow as pa
 
     if isinstance(column.type, pa.FixedShapeTensorType):
-        _no_gaps(column, first)
+        _check_complete(column, first)
         c_order = list(range(len(shape)))
         if column.type.permutation not in (None, c_order):
             raise DataError("images", expected="tensors in C order", got="tensors in another order")
@@ -503,7 +542,7 @@ def _pictures(
         if not _is_list(values.type):
             break  # a tensor's storage is flat
         lists_per_row = prod(shape[:depth]) or 1
-        _no_gaps(values, first, lists_per_row)
+        _check_complete(values, first, lists_per_row)
         if not pa.types.is_fixed_size_list(values.type):
             lengths_B = np.asarray(values.value_lengths())
             _check_lengths(lengths_B, side, first, lists_per_row)
@@ -512,8 +551,8 @@ def _pictures(
         expected = f"{dtype}, as in the first row"
         raise DataError("images", expected=expected, got=f"{values.type} in row {first}")
     if values.null_count:
-        place = values.is_null().index(True).as_py()
-        row = first + place // (prod(shape) or 1)
+        values_per_row = prod(shape) or 1
+        row = first + _first_missing(values) // values_per_row
         raise DataError("images", expected="numbers", got=f"a missing value in row {row}")
     numbers = np.asarray(values.to_numpy(zero_copy_only=False), dtype)
     return numbers.reshape(len(column), *shape)
@@ -530,17 +569,28 @@ def _check_lengths(
     if not wrong_B.size:
         return
     place = int(wrong_B[0])
+    length = int(lengths_B[place])
     row = first + place // lists_per_row
-    got = f"a list of {int(lengths_B[place])} in row {row}"
-    raise DataError("images", expected=f"lists of {side}, as in the first row", got=got)
+    raise DataError(
+        "images",
+        expected=f"lists of {side}, as in the first row",
+        got=f"a list of {length} in row {row}",
+    )
 
 
-def _no_gaps(
+def _check_complete(
     column: Any,
     first: int,
     entries_per_row: int = 1,
 ) -> None:
+    """Refuse a column without an entry in some row, by the number of the row."""
     if column.null_count:
-        place = column.is_null().index(True).as_py()
-        row = first + place // entries_per_row
+        row = first + _first_missing(column) // entries_per_row
         raise DataError("images", expected="an image in every row", got=f"none in row {row}")
+
+
+def _first_missing(column: Any) -> int:
+    """Return the place of the first missing entry of a column that has one."""
+    is_missing = column.is_null()
+    place: int = is_missing.index(True).as_py()
+    return place

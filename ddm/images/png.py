@@ -7,7 +7,7 @@ Pillow gets a file with nothing but the pixels in it, so that no other chunk can
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 
 import numpy as np
@@ -114,11 +114,13 @@ def _chunks(data: bytes) -> dict[bytes, list[bytes]]:
             raise ImageError(Reason.DAMAGED, "IHDR is not the first chunk")
         # Of every chunk: a flipped bit in a name turns a known chunk into an unknown one.
         # The sum is over name and content; a view, since content may be the whole image.
+        name_and_content = memoryview(data)[position + 4 : end]
         stated_sum = int.from_bytes(data[end : end + 4])
-        if zlib.crc32(memoryview(data)[position + 4 : end]) != stated_sum:
+        if zlib.crc32(name_and_content) != stated_sum:
             raise ImageError(Reason.DAMAGED, "check sum of a chunk")
         # The fifth bit of the first letter marks chunks that a decoder must know: section 5.4.
-        if name not in _CRITICAL and not name[0] & 0x20:
+        is_critical = not name[0] & 0x20
+        if name not in _CRITICAL and is_critical:
             raise ImageError(Reason.UNSUPPORTED, "an unknown critical chunk")
         if name in _ONCE and name in chunks:
             raise ImageError(Reason.DAMAGED, f"{name.decode()} twice")
@@ -145,7 +147,13 @@ def _header(chunks: dict[bytes, list[bytes]]) -> _PngHeader:
         raise ImageError(Reason.UNSUPPORTED, "acTL: an animation; save its frames as images")
     if b"IDAT" not in chunks:
         raise ImageError(Reason.NO_PIXELS, "IDAT")
-    return _PngHeader(width, height, depth, colour, interlace)
+    return _PngHeader(
+        width=width,
+        height=height,
+        depth=depth,
+        colour=colour,
+        interlace=interlace,
+    )
 
 
 def _samples(header: _PngHeader, chunks: dict[bytes, list[bytes]]) -> Numbers:
@@ -159,14 +167,16 @@ def _samples(header: _PngHeader, chunks: dict[bytes, list[bytes]]) -> Numbers:
         return samples
     if header.colour == _GREY_ALPHA:
         # Four bytes a pixel, filtered as four bytes: the same stream read as RGBA of 8 bits keeps every byte.
-        as_bytes = _PngHeader(header.width, header.height, 8, _RGB_ALPHA, header.interlace)
-        rgba = np.ascontiguousarray(_unpacked(as_bytes, packed))
-        return rgba.view(">u2").astype(np.uint16)
+        header_of_bytes = replace(header, depth=8, colour=_RGB_ALPHA)
+        rgba = _unpacked(header_of_bytes, packed)
+        words = np.ascontiguousarray(rgba).view(">u2")
+        return words.astype(np.uint16)
     # Pillow has 8 bits for a colour: the upper bytes come from one reading, the lower ones from another.
     mode = "RGBA"
     if header.colour == _RGB:
         mode = "RGB"
-    samples = _unpacked(header, packed, f"{mode};16B").astype(np.uint16)
+    upper_bytes = _unpacked(header, packed, f"{mode};16B")
+    samples = upper_bytes.astype(np.uint16)
     samples <<= 8
     samples |= _unpacked(header, packed, f"{mode};16L")
     return samples
@@ -179,12 +189,21 @@ def _unpacked(
 ) -> Numbers:
     """Unpack, unfilter and deinterlace with Pillow, which also reads a raw mode other than the header's."""
     # The two zeros are the only methods of compression and filtering that there are.
-    fields = (header.width, header.height, header.depth, header.colour, 0, 0, header.interlace)
-    packed_header = struct.pack(">IIBBBBB", *fields)
+    packed_header = struct.pack(
+        ">IIBBBBB",
+        header.width,
+        header.height,
+        header.depth,
+        header.colour,
+        0,
+        0,
+        header.interlace,
+    )
     file = _SIGNATURE + _chunk(b"IHDR", packed_header)
     if header.colour == _PALETTE:
         file += _chunk(b"PLTE", bytes(3))  # Pillow wants one; indices are looked up here
-    file += _chunk(b"IDAT", packed) + _chunk(b"IEND", b"")
+    file += _chunk(b"IDAT", packed)
+    file += _chunk(b"IEND", b"")
     try:
         with opened(BytesIO(file), "PNG") as image:
             if raw_mode is not None:
@@ -203,8 +222,10 @@ def _unpacked(
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:
+    length = len(data)
+    # Over name and content, see `_chunks`.
     check_sum = zlib.crc32(data, zlib.crc32(name))
-    return len(data).to_bytes(4) + name + data + check_sum.to_bytes(4)
+    return length.to_bytes(4) + name + data + check_sum.to_bytes(4)
 
 
 def _colours(
@@ -222,14 +243,16 @@ def _colours(
         return over_black(samples[..., :-1], samples[..., -1], header.top)
     if transparency is not None:
         # One value, or one colour, in two bytes a sample whatever the depth, is transparent: section 11.3.1.1.
-        if len(transparency) != 2 * samples.shape[-1]:
+        num_channels = samples.shape[-1]
+        if len(transparency) != 2 * num_channels:
             raise ImageError(Reason.DAMAGED, "tRNS")
         clear = np.frombuffer(transparency, ">u2").astype(np.uint16)
         is_clear = (samples == clear).all(-1, keepdims=True)
         black = samples.dtype.type(0)
         samples = np.where(is_clear, black, samples)
     if header.depth < 8:
-        samples = samples * np.uint8(255 // header.top)
+        factor = 255 // header.top
+        samples = samples * np.uint8(factor)
     return samples
 
 
@@ -242,7 +265,8 @@ def _from_palette(
     entries = chunks.get(b"PLTE", [b""])[0]
     num_bytes = len(entries)
     # Three bytes an entry, and no more entries than indices of this depth can name.
-    if num_bytes == 0 or num_bytes % 3 or num_bytes > 3 << header.depth:
+    max_bytes = 3 << header.depth
+    if num_bytes == 0 or num_bytes % 3 or num_bytes > max_bytes:
         raise ImageError(Reason.DAMAGED, "PLTE")
     palette = np.frombuffer(entries, np.uint8).reshape(-1, 3)
     if indices.size and int(indices.max()) >= len(palette):

@@ -108,12 +108,14 @@ def record_of(
         patient_rule: which characters of an identifier distinguish patients.
     """
     values = picture.values
+    flat = values.reshape(-1)
     step = max(1, values.size // _NUM_SAMPLED)
-    sampled = values.reshape(-1)[::step]
+    sampled = flat[::step]
     layout = repr((values.shape, values.dtype.str)).encode()
+    content = flat.view(np.uint8).data
     # The length of the layout comes first, so that no other layout and values give the same bytes.
-    content = values.reshape(-1).view(np.uint8).data
     parts = (b"%d " % len(layout), layout, content)
+    flags = sorted(flag.value for flag in picture.flags)
     return PictureRecord(
         shape=values.shape,
         dtype=str(values.dtype),
@@ -121,7 +123,7 @@ def record_of(
         high=float(values.max()),
         mean=float(sampled.mean(dtype=np.float64)),
         full=picture.full,
-        flags=tuple(sorted(flag.value for flag in picture.flags)),
+        flags=tuple(flags),
         kind=picture.kind,
         pixels=fingerprint(b"pixels", parts, key),
         hash=difference_hash(values),
@@ -158,24 +160,29 @@ def difference_hash(values: Values) -> str | None:
     """
     image = values
     if values.ndim == 4:
-        image = values[:, values.shape[1] // 2]
-    _, height, width = image.shape
+        depth = values.shape[1]
+        image = values[:, depth // 2]
+    num_channels, height, width = image.shape
     num_columns = HASH_SIDE + 1
     if height < 2 * HASH_SIDE or width < 2 * num_columns:
         return None
-    flat = image.reshape(len(image), -1)
-    samples = flat.take(_cell_indices(height, width), 1).astype(np.float32)
-    if len(samples) == 1:
+    flat = image.reshape(num_channels, -1)
+    indices = _cell_indices(height, width)
+    samples = flat.take(indices, 1).astype(np.float32)
+    if num_channels == 1:
         grey_samples = samples[0]
     else:
         grey_samples = samples.mean(0)
-    cells = grey_samples.sum(0).reshape(HASH_SIDE, num_columns)
+    # Sums compare like means, since all cells have as many samples.
+    sums = grey_samples.sum(0)
+    cells = sums.reshape(HASH_SIDE, num_columns)
     bits = cells[:, :-1] > cells[:, 1:]
     # A picture without structure would be near every other one like it.
     num_set = np.count_nonzero(bits)
     if not HASH_SIDE <= num_set <= bits.size - HASH_SIDE:
         return None
-    return np.packbits(bits).tobytes().hex()
+    packed = np.packbits(bits)
+    return packed.tobytes().hex()
 
 
 @lru_cache(maxsize=64)
@@ -184,19 +191,20 @@ def _cell_indices(height: int, width: int) -> NDArray[np.intp]:
     num_columns = HASH_SIDE + 1
     samples_down = min(_CELL_SAMPLES, height // HASH_SIDE)
     samples_across = min(_CELL_SAMPLES, width // num_columns)
-    num_rows = HASH_SIDE * samples_down
-    # The middles of equal parts of each side.
-    middle_A = (np.arange(num_rows) + 0.5) * height / num_rows
-    row_A = middle_A.astype(np.intp)
-    num_samples = num_columns * samples_across
-    middle_B = (np.arange(num_samples) + 0.5) * width / num_samples
-    column_B = middle_B.astype(np.intp)
+    row_A = _middles(height, HASH_SIDE * samples_down)
+    column_B = _middles(width, num_columns * samples_across)
     index_AB = row_A[:, None] * width + column_B
     indices = index_AB.reshape(HASH_SIDE, samples_down, num_columns, samples_across)
     num_values = samples_down * samples_across
     num_cells = HASH_SIDE * num_columns
     indices_by_cell = indices.transpose(1, 3, 0, 2).reshape(num_values, num_cells)
     return np.ascontiguousarray(indices_by_cell)
+
+
+def _middles(length: int, num_parts: int) -> NDArray[np.intp]:
+    """Return the places in the middles of equal parts of a side."""
+    middles = (np.arange(num_parts) + 0.5) * length / num_parts
+    return middles.astype(np.intp)
 
 
 def fingerprint(

@@ -121,10 +121,14 @@ class ImageSet:
             MissingFileError, DataError: no such column, or not one entry for each picture.
         """
         if self.arrays is not None:
+            num_images = len(self.arrays)
             cells = self.arrays.column(name, MAX_CELL_BYTES)
-            if cells.shape[:1] != (len(self.arrays),):
-                expected = f"shape ({len(self.arrays)},), one value an image"
-                raise DataError(f"column {name}", expected=expected, got=f"shape {cells.shape}")
+            if cells.shape[:1] != (num_images,):
+                raise DataError(
+                    f"column {name}",
+                    expected=f"shape ({num_images},), one value an image",
+                    got=f"shape {cells.shape}",
+                )
         else:
             cells = self._column_of_pictures(name)
         if len(self.count_P):
@@ -137,23 +141,25 @@ class ImageSet:
         counter.add_images(images.numpy())
         if self.stored is not None or self.arrays is None:
             return range_remarks(counter.use(), self.spec.range, ValueKind.TRANSFORMED)
-        type_range = range_of_type(self.arrays.row[0].name)
+        dtype, _ = self.arrays.row
+        type_range = range_of_type(dtype.name)
         if type_range is None:
             return range_remarks(counter.use(), self.spec.range, ValueKind.FLOATS)
         # Whole numbers were spread over the plan's range by their type: say it in the numbers that the file holds.
         low, high = self.spec.range
         _, largest = type_range
         share = (images.double() - low) / (high - low)
-        whole_numbers = (share * largest).round().numpy()
+        whole_numbers = (share * largest).round()
         whole_counter = RangeCounter()
-        whole_counter.add_images(whole_numbers)
+        whole_counter.add_images(whole_numbers.numpy())
         return range_remarks(whole_counter.use(), type_range, ValueKind.WHOLE)
 
     def _stored_blocks(self) -> Iterator[Values]:
         if self.stored is not None:
             num_rows = rows_of(BLOCK_BYTES, self.spec.shape)
             for start in range(0, len(self.stored), num_rows):
-                yield np.stack(self.stored[start : start + num_rows])
+                samples = self.stored[start : start + num_rows]
+                yield np.stack(samples)
         elif self.arrays is not None:
             yield from self.arrays.unpacked()
 
@@ -164,12 +170,18 @@ class ImageSet:
         elif name in _CAPTIONS:
             cells = self.captions
         if not any(cells):
-            expected = f"a column {name}: beside arrays, or of labels and captions in a table"
-            raise DataError(f"column {name}", expected=expected, got="pictures without one")
+            raise DataError(
+                f"column {name}",
+                expected=f"a column {name}: beside arrays, or of labels and captions in a table",
+                got="pictures without one",
+            )
         num_missing = sum(not cell for cell in cells)
         if num_missing:
-            got = f"none for {num_missing} of {len(cells)} images"
-            raise DataError(f"column {name}", expected="a value for each image", got=got)
+            raise DataError(
+                f"column {name}",
+                expected="a value for each image",
+                got=f"none for {num_missing} of {len(cells)} images",
+            )
         return np.array(cells, dtype=np.str_)
 
 
@@ -294,30 +306,34 @@ def read_given_images(path: Path, spec: DataSpec) -> Tensor:
 def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
     """Return a picture of the plan's size as one image, shape (1, ...)."""
     _check_size(picture, spec)
-    channels = {1: "grey", 3: "rgb"}.get(spec.shape[0])
     values = picture.values
-    if values.shape[0] != spec.shape[0]:
+    num_channels = values.shape[0]
+    num_plan_channels = spec.shape[0]
+    if num_channels != num_plan_channels:
+        channels = {1: "grey", 3: "rgb"}.get(num_plan_channels)
         if channels is None:
-            got = f"{values.shape[0]} channels"
-            raise DataError("picture", expected=f"{spec.shape[0]} channels", got=got)
-        values = with_channels(
-            values,
-            TransformSpec.model_validate({"channels": channels}),
-            spec.shape[0],
-        )
+            raise DataError(
+                "picture",
+                expected=f"{num_plan_channels} channels",
+                got=f"{num_channels} channels",
+            )
+        conversion = TransformSpec.model_validate({"channels": channels})
+        values = with_channels(values, conversion, num_plan_channels)
     if picture.full is None:
         low, high = spec.range
     else:
         low, high = picture.full
     # Floating point has no bounds of its own, so that its values must be in the plan's range already.
-    if picture.full is None and (values.min() < low or values.max() > high):
-        got = f"{values.min():g} to {values.max():g}"
+    smallest = values.min()
+    largest = values.max()
+    if picture.full is None and (smallest < low or largest > high):
         raise DataError(
             "picture",
             expected=f"values within [{low:g}, {high:g}], or whole numbers",
-            got=got,
+            got=f"{smallest:g} to {largest:g}",
         )
-    return torch.from_numpy(mapped(values, low, high, spec.range))[None]
+    image = torch.from_numpy(mapped(values, low, high, spec.range))
+    return image[None]
 
 
 def read_mask(path: Path, spec: DataSpec) -> Tensor:

@@ -99,9 +99,13 @@ class ValueRange:
         if not high > low:
             low = lowest
             high = highest
-        largest = max(highest - lowest, highest, -lowest)
-        fits = rows_HW.dtype.itemsize <= 2 and largest < 1 << 15
-        return cls(low, high, fits)
+        largest_difference = max(highest - lowest, highest, -lowest)
+        has_small_type = rows_HW.dtype.itemsize <= 2
+        return cls(
+            low=low,
+            high=high,
+            fits_int16=has_small_type and largest_difference < 1 << 15,
+        )
 
 
 def suspect_text(values: Values) -> bool:
@@ -129,7 +133,12 @@ def suspect_text(values: Values) -> bool:
 def _suspect_turned_line(grey_HW: Values, value_range: ValueRange) -> bool:
     # In the transposed image, a line that is turned runs along the rows, mirrored in one of two ways.
     transposed_HW = np.ascontiguousarray(grey_HW.T)
-    line = strongest_line(transposed_HW, value_range, _SUSPICIOUS_TURNED_EDGES, _TURNED_EDGE_STEPS)
+    line = strongest_line(
+        transposed_HW,
+        value_range,
+        _SUSPICIOUS_TURNED_EDGES,
+        _TURNED_EDGE_STEPS,
+    )
     if line is None or line.edges < _SUSPICIOUS_EDGES:
         return False
     if line.edges >= _SUSPICIOUS_TURNED_EDGES:
@@ -178,8 +187,10 @@ def strongest_line(
 
     # What is searched reaches beyond these rows by the height of the tallest letters.
     margin = _LETTER_HEIGHTS[-1] << (_SCALES - 1)
-    start = max(0, _SAMPLED_ROWS * int(busy_rows[0]) - margin)
-    stop = _SAMPLED_ROWS * int(busy_rows[-1]) + margin
+    first_row = _SAMPLED_ROWS * int(busy_rows[0])
+    last_row = _SAMPLED_ROWS * int(busy_rows[-1])
+    start = max(0, first_row - margin)
+    stop = last_row + margin
     part_HW: Numbers = grey_HW[start:stop].astype(np.float32)
     part_HW -= value_range.low
     part_HW /= value_range.span
@@ -189,11 +200,11 @@ def strongest_line(
             if strongest is None or line.edges > strongest.edges:
                 # In pixels of the image: each scale halves its sides.
                 strongest = TextLine(
-                    line.edges,
-                    start + (line.top << scale),
-                    line.left << scale,
-                    line.height << scale,
-                    line.length << scale,
+                    edges=line.edges,
+                    top=start + (line.top << scale),
+                    left=line.left << scale,
+                    height=line.height << scale,
+                    length=line.length << scale,
                 )
             if strongest.edges >= enough_edges:
                 return strongest
@@ -269,25 +280,39 @@ def _lines_at_scale(
 ) -> Iterator[TextLine]:
     """Yield what may be lines of text, in pixels of this scale: the strongest of each part, step and height."""
     steps_HW = image_HW[:, 1:] - image_HW[:, :-1]
-    for rows, columns in _crowded_parts(np.abs(steps_HW) > edge_steps[0]):
+    is_step_HW = np.abs(steps_HW) > edge_steps[0]
+    for rows, columns in _crowded_parts(is_step_HW):
         edges_HW = _edges(steps_HW[rows, columns])
-        for edge_step in edge_steps:
-            sharp_HW = edges_HW > edge_step
-            parts = list(_crowded_parts(sharp_HW))
-            if not parts:
-                break  # a higher step leaves fewer edges
-            # Where edges are everywhere, as in noise, some bands have many and their surroundings few by chance.
-            by_chance = max(0.0, float(sharp_HW.mean()) - _SPARSE)
-            for inner_rows, inner_columns in parts:
-                for line in _lines(sharp_HW[inner_rows, inner_columns], by_chance):
-                    top = rows.start + inner_rows.start + line.top
-                    left = columns.start + inner_columns.start + line.left
-                    yield replace(line, top=top, left=left)
+        for line in _lines_of_part(edges_HW, edge_steps):
+            top = rows.start + line.top
+            left = columns.start + line.left
+            yield replace(line, top=top, left=left)
+
+
+def _lines_of_part(
+    edges_HW: NDArray[np.float32],
+    edge_steps: Sequence[float],
+) -> Iterator[TextLine]:
+    """Yield what may be lines of text among the edges of a part, in pixels of the part."""
+    for edge_step in edge_steps:
+        sharp_HW = edges_HW > edge_step
+        parts = list(_crowded_parts(sharp_HW))
+        if not parts:
+            break  # a higher step leaves fewer edges
+        # Where edges are everywhere, as in noise, some bands have many and their surroundings few by chance.
+        edges_per_pixel = float(sharp_HW.mean())
+        by_chance = max(0.0, edges_per_pixel - _SPARSE)
+        for rows, columns in parts:
+            for line in _lines(sharp_HW[rows, columns], by_chance):
+                top = rows.start + line.top
+                left = columns.start + line.left
+                yield replace(line, top=top, left=left)
 
 
 def _line_length(letter_height: int) -> int:
     """Return the pixels of the piece of a line that is looked for, a multiple of its cells."""
-    return _CELLS * int(_LINE_LENGTH * letter_height / _CELLS)
+    cell_length = int(_LINE_LENGTH * letter_height / _CELLS)
+    return _CELLS * cell_length
 
 
 def _crowded_parts(sharp_HW: Mask) -> Iterator[tuple[slice, slice]]:
@@ -296,15 +321,18 @@ def _crowded_parts(sharp_HW: Mask) -> Iterator[tuple[slice, slice]]:
     Edges are counted in windows of 32 columns, eight columns apart, and as many rows as the lowest line has. A longer
     line than such a window has fewer edges in it.
     """
-    counts_HB = np.bitwise_count(np.packbits(sharp_HW, axis=1))
+    packed_HB = np.packbits(sharp_HW, axis=1)
+    counts_HB = np.bitwise_count(packed_HB)
     height, num_bytes = counts_HB.shape
-    num_rows = height - _LETTER_HEIGHTS[0] + 1
+    lowest_height = _LETTER_HEIGHTS[0]
+    num_rows = height - lowest_height + 1
     num_windows = max(1, num_bytes - _WINDOW_BYTES + 1)
+    # Sums of neighbours, first along rows, then along columns.
     in_rows_HB = counts_HB[:, :num_windows].copy()
     for offset in range(1, min(_WINDOW_BYTES, num_bytes)):
         in_rows_HB += counts_HB[:, offset : offset + num_windows]
     in_window_HB = in_rows_HB[:num_rows].copy()
-    for offset in range(1, _LETTER_HEIGHTS[0]):
+    for offset in range(1, lowest_height):
         in_window_HB += in_rows_HB[offset : offset + num_rows]
     is_crowded_HB = in_window_HB >= _MIN_EDGES
     crowded_rows = np.flatnonzero(is_crowded_HB.any(1))
@@ -323,10 +351,13 @@ def _crowded_parts(sharp_HW: Mask) -> Iterator[tuple[slice, slice]]:
     for first_row, last_row in zip(first_rows, last_rows, strict=True):
         is_crowded_B = is_crowded_HB[first_row : last_row + 1].any(0)
         crowded_bytes = np.flatnonzero(is_crowded_B)
+        # A byte has eight columns.
+        first_column = 8 * int(crowded_bytes[0])
+        last_column = 8 * int(crowded_bytes[-1])
         top = max(0, first_row - margin)
-        bottom = last_row + _LETTER_HEIGHTS[0] + margin
-        left = max(0, 8 * int(crowded_bytes[0]) - side_margin)
-        right = 8 * int(crowded_bytes[-1]) + 8 * _WINDOW_BYTES + side_margin
+        bottom = last_row + lowest_height + margin
+        left = max(0, first_column - side_margin)
+        right = last_column + 8 * _WINDOW_BYTES + side_margin
         yield slice(top, bottom), slice(left, right)
 
 
@@ -339,8 +370,10 @@ def _edges(steps_HW: NDArray[np.float32]) -> NDArray[np.float32]:
     before_HW = padded_HW[:, :-2]
     after_HW = padded_HW[:, 2:]
     # Of equal steps beside each other the first is the steepest, so that none counts twice.
-    rises_HW = (steps_HW > 0) & (steps_HW >= before_HW) & (steps_HW > after_HW)
-    falls_HW = (steps_HW < 0) & (steps_HW <= before_HW) & (steps_HW < after_HW)
+    is_highest_HW = (steps_HW >= before_HW) & (steps_HW > after_HW)
+    is_lowest_HW = (steps_HW <= before_HW) & (steps_HW < after_HW)
+    rises_HW = (steps_HW > 0) & is_highest_HW
+    falls_HW = (steps_HW < 0) & is_lowest_HW
     return np.abs(steps_HW) * (rises_HW | falls_HW)
 
 
@@ -355,7 +388,8 @@ def _lines(sharp_HW: Mask, by_chance: float) -> Iterator[TextLine]:
     """
     height, width = sharp_HW.shape
     # Beyond the image there are no edges: a line may touch its border.
-    integral_HW = np.zeros((height + 1 + 2 * _QUIET_ROWS, width + 1), np.int32)
+    shape = (height + 1 + 2 * _QUIET_ROWS, width + 1)
+    integral_HW = np.zeros(shape, np.int32)
     first = 1 + _QUIET_ROWS
     end = first + height
     np.cumsum(sharp_HW, axis=0, out=integral_HW[first:end, 1:])
@@ -403,18 +437,24 @@ def _line_of_height(
     bottom_N = top_N + _QUIET_ROWS + height
     below_N = _edges_in_strips(integral_HW, bottom_N, left_N, length)
     # As if a strip were as high as the line.
-    around_N = np.maximum(above_N, below_N) * (height / (_QUIET_ROWS * length))
+    factor = height / (_QUIET_ROWS * length)
+    around_N = np.maximum(above_N, below_N) * factor
     beyond_N = within_N - around_N - by_chance * height
     # The area beyond the border may have edges: tubes and ribs are cut there.
-    reaches_border_N = (top_N < _QUIET_ROWS) | (top_N >= len(in_rows_HW) - _QUIET_ROWS)
+    last_quiet_top = len(in_rows_HW) - _QUIET_ROWS
+    reaches_border_N = (top_N < _QUIET_ROWS) | (top_N >= last_quiet_top)
     beyond_N -= _BORDER_EDGES * reaches_border_N
     strongest = int(beyond_N.argmax())
     edges = float(beyond_N[strongest])
     if edges < _MIN_LINE_EDGES:
         return None
-    top = int(top_N[strongest])
-    left = int(left_N[strongest])
-    return TextLine(edges, top, left, height, length)
+    return TextLine(
+        edges=edges,
+        top=int(top_N[strongest]),
+        left=int(left_N[strongest]),
+        height=height,
+        length=length,
+    )
 
 
 def _edges_in_strips(

@@ -58,11 +58,10 @@ def check_page(page: tifffile.TiffPage, limits: DecodeLimits) -> None:
     """
     limits.check(page.imagelength, page.imagewidth, page.samplesperpixel)
     height, width = _segment(page)
+    num_down = ceil(page.imagelength / max(1, height))
+    num_across = ceil(page.imagewidth / max(1, width))
     # Tiles may be larger than the image.
-    limits.check(
-        ceil(page.imagelength / max(1, height)) * height,
-        ceil(page.imagewidth / max(1, width)) * width,
-    )
+    limits.check(num_down * height, num_across * width)
     if 262 not in page.tags or page.photometric not in NUM_COLOURS:
         raise ImageError(
             Reason.UNSUPPORTED,
@@ -70,10 +69,11 @@ def check_page(page: tifffile.TiffPage, limits: DecodeLimits) -> None:
         )
     for name in ("BitsPerSample", "SampleFormat"):
         tag = page.tags.get(name)
+        if tag is None:
+            continue
+        values = set(np.atleast_1d(tag.value))
         # Some writers give one number for all samples.
-        if tag is not None and (
-            tag.count not in (1, page.samplesperpixel) or len(set(np.atleast_1d(tag.value))) > 1
-        ):
+        if tag.count not in (1, page.samplesperpixel) or len(values) > 1:
             raise ImageError(Reason.UNSUPPORTED, f"{name}: not the same for all samples")
     if page.sampleformat not in (*UNSIGNED, SIGNED, FLOATING):
         raise ImageError(
@@ -85,24 +85,36 @@ def check_page(page: tifffile.TiffPage, limits: DecodeLimits) -> None:
         raise ImageError(Reason.DAMAGED, "PlanarConfiguration")
     _check_coding(page)
     if page.compression == JPEG:
-        if page.bitspersample != 8 or page.sampleformat not in UNSIGNED:
-            raise ImageError(Reason.UNSUPPORTED, "Compression: JPEG of other than 8 bits")
-        is_known = page.photometric in (WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, YCBCR)
-        if not is_known or page.samplesperpixel != NUM_COLOURS[page.photometric]:
-            raise ImageError(
-                Reason.UNSUPPORTED, "Compression: JPEG of other than grey, RGB and YCbCr"
-            )
+        _check_jpeg(page)
     if page.photometric == YCBCR:
-        if page.compression != JPEG or page.planarconfig == 2:
-            raise ImageError(
-                Reason.UNSUPPORTED, "PhotometricInterpretation: YCbCr without JPEG, or in planes"
-            )
-        bounds = page.tags.valueof("ReferenceBlackWhite", ())
-        full_ranges = [
-            tuple(number for bound in full for number in (bound, 1)) for full in _FULL_RANGES
-        ]
-        if bounds and bounds not in (*full_ranges, *_FULL_RANGES):
-            raise ImageError(Reason.UNSUPPORTED, "ReferenceBlackWhite: other than the full range")
+        _check_ycbcr(page)
+
+
+def _check_jpeg(page: tifffile.TiffPage) -> None:
+    if page.bitspersample != 8 or page.sampleformat not in UNSIGNED:
+        raise ImageError(Reason.UNSUPPORTED, "Compression: JPEG of other than 8 bits")
+    is_known = page.photometric in (WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, YCBCR)
+    if not is_known or page.samplesperpixel != NUM_COLOURS[page.photometric]:
+        raise ImageError(Reason.UNSUPPORTED, "Compression: JPEG of other than grey, RGB and YCbCr")
+
+
+def _check_ycbcr(page: tifffile.TiffPage) -> None:
+    if page.compression != JPEG or page.planarconfig == 2:
+        raise ImageError(
+            Reason.UNSUPPORTED, "PhotometricInterpretation: YCbCr without JPEG, or in planes"
+        )
+    bounds = page.tags.valueof("ReferenceBlackWhite", ())
+    full_ranges_as_fractions = [_as_fractions(full) for full in _FULL_RANGES]
+    if bounds and bounds not in (*full_ranges_as_fractions, *_FULL_RANGES):
+        raise ImageError(Reason.UNSUPPORTED, "ReferenceBlackWhite: other than the full range")
+
+
+def _as_fractions(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return whole numbers as tifffile returns fractions: each with its denominator behind it."""
+    fractions: list[int] = []
+    for number in numbers:
+        fractions += (number, 1)
+    return tuple(fractions)
 
 
 def _check_coding(page: tifffile.TiffPage) -> None:
@@ -118,9 +130,9 @@ def _check_coding(page: tifffile.TiffPage) -> None:
     if page.predictor == _FLOATING_POINT and page.sampleformat != FLOATING:
         raise ImageError(Reason.UNSUPPORTED, "Predictor: 3 for samples that are not floating point")
     # TIFF 6.0 wants 2 for one bit a sample alone, uncompressed or in CCITT. Writers differ in what else they reverse.
-    if page.fillorder != 1 and (
-        page.fillorder != 2 or page.bitspersample != 1 or page.compression != NONE
-    ):
+    is_uncompressed_bits = page.bitspersample == 1 and page.compression == NONE
+    is_allowed_reversal = page.fillorder == 2 and is_uncompressed_bits
+    if page.fillorder != 1 and not is_allowed_reversal:
         raise ImageError(
             Reason.UNSUPPORTED, "FillOrder: other than 1, or 2 for uncompressed samples of one bit"
         )
@@ -146,22 +158,27 @@ def samples_of(page: tifffile.TiffPage) -> Numbers:
         # tifffile gets unpacked bytes, since its own way fills gaps without a word.
         page.compression = NONE
         page.subsampling = None
-    samples = np.empty((page.imagelength, page.imagewidth, page.samplesperpixel), page.dtype)
+    image_shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
+    samples = np.empty(image_shape, page.dtype)
     for number, data in enumerate(segments):
         _, place, shape = page.decode(None, number)
         if compression == JPEG:
             unpacked = _of_jpeg(page, data, shape)
         else:
             data = _decompressed(page, compression, data, shape)
-            unpacked = np.asarray(page.decode(data, number)[0])[0]
+            segment, *_ = page.decode(data, number)
+            # Its first axis is that of slices, of which there is one.
+            unpacked = np.asarray(segment)[0]
         plane, _, top, left, *_ = place
         if is_planar:
             planes = slice(plane, plane + 1)
         else:
             planes = slice(None)
+        _, height, width, *_ = shape
         # The last tiles of a row or column reach beyond the image.
-        part = samples[top : top + shape[1], left : left + shape[2], planes]
-        part[...] = unpacked[: part.shape[0], : part.shape[1]]
+        part = samples[top : top + height, left : left + width, planes]
+        num_rows, num_columns, _ = part.shape
+        part[...] = unpacked[:num_rows, :num_columns]
     if samples.dtype == bool:
         return samples.view(np.uint8)
     return samples
@@ -174,11 +191,14 @@ def _packed_segments(page: tifffile.TiffPage) -> Iterator[bytes]:
     height, width = _segment(page)
     if not height or not width:
         raise ImageError(Reason.DAMAGED, "RowsPerStrip, TileLength or TileWidth: 0")
-    num = ceil(page.imagelength / height) * ceil(page.imagewidth / width)
+    num_segments = ceil(page.imagelength / height) * ceil(page.imagewidth / width)
     if page.planarconfig == 2:
-        num *= page.samplesperpixel
-    counts = [page.tags[code].count for code in _SEGMENT_TAGS if code in page.tags]
-    if {*counts, len(page.databytecounts)} != {num}:
+        num_segments *= page.samplesperpixel
+    counts = {len(page.databytecounts)}
+    for code in _SEGMENT_TAGS:
+        if code in page.tags:
+            counts.add(page.tags[code].count)
+    if counts != {num_segments}:
         raise ImageError(
             Reason.DAMAGED, "Offsets or ByteCounts: not as many as there are strips or tiles"
         )
@@ -203,7 +223,8 @@ def _decompressed(
     shape: Shape,
 ) -> bytes:
     """Return the bytes of a strip or tile of this shape (1, H, W, S), which may be packed with more rows."""
-    row_bytes = ceil(shape[2] * shape[3] * page.bitspersample / 8)
+    _, height, width, num_samples = shape
+    row_bytes = ceil(width * num_samples * page.bitspersample / 8)
     segment_height, _ = _segment(page)
     max_bytes = segment_height * row_bytes
     try:
@@ -217,10 +238,12 @@ def _decompressed(
         raise ImageError(
             Reason.DAMAGED, "Compression: a strip or tile that does not unpack"
         ) from error
-    size = shape[1] * row_bytes
-    if len(data) < size or (compression == LZW and len(data) not in (size, max_bytes)):
+    num_bytes = height * row_bytes
+    # One of LZW has all its rows or those within the image: the zeros behind a broken stream give another number.
+    has_odd_length = compression == LZW and len(data) not in (num_bytes, max_bytes)
+    if len(data) < num_bytes or has_odd_length:
         raise ImageError(Reason.TRUNCATED, "a strip or tile with fewer pixels than its page says")
-    return data[:size]
+    return data[:num_bytes]
 
 
 def _of_jpeg(
@@ -232,22 +255,23 @@ def _of_jpeg(
     if page.jpegtables:
         # The tables end with an end of image and the data begin with a start of image: without the two, both are one
         # stream.
-        data = page.jpegtables.removesuffix(b"\xff\xd9") + data.removeprefix(b"\xff\xd8")
+        tables = page.jpegtables.removesuffix(b"\xff\xd9")
+        data = tables + data.removeprefix(b"\xff\xd8")
     markers = jpeg.parse(data)
-    if markers.num_channels != shape[3]:
+    _, height, width, num_samples = shape
+    if markers.num_channels != num_samples:
         raise ImageError(
             Reason.DAMAGED, "SamplesPerPixel: the stream of JPEG has another number of components"
         )
-    if markers.width != shape[2] or markers.height not in (shape[1], _segment(page)[0]):
+    segment_height, _ = _segment(page)
+    # The last strip may have all its rows, or those within the image.
+    if markers.width != width or markers.height not in (height, segment_height):
         raise ImageError(
             Reason.DAMAGED, "the stream of JPEG has another size than its strip or tile"
         )
     # The colour space is that of PhotometricInterpretation, whatever the stream's own markers say.
     colour_space = None
-    if shape[3] == 3:
+    if num_samples == 3:
         colour_space = {RGB: "RGB", YCBCR: "YCbCr"}.get(page.photometric)
-    return np.asarray(jpeg.decoded(markers, colour_space)).reshape(
-        markers.height,
-        markers.width,
-        shape[3],
-    )
+    pixels = np.asarray(jpeg.decoded(markers, colour_space))
+    return pixels.reshape(markers.height, markers.width, num_samples)

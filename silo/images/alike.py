@@ -40,9 +40,10 @@ def near_duplicates(hashes: Sequence[str]) -> int:
             first = first[same_band]
             second = second[same_band]
             distance = _distance(code_N4[first], code_N4[second])
+            is_near_pair = distance <= MAX_DIFFERENT_BITS
             # The later one of a pair is counted, so that one picture of each group never is.
             later = np.maximum(first, second)
-            is_near_N[later[distance <= MAX_DIFFERENT_BITS]] = True
+            is_near_N[later[is_near_pair]] = True
     return int(is_near_N.sum())
 
 

@@ -75,7 +75,8 @@ def _tones(
     # An image of one value has no width between black and white.
     width = max(high - low, 1e-30)
     share_CHW = (image_CHW.astype(np.float32) - low) / width
-    tones_CHW = np.rint(share_CHW.clip(0, 1) * 255)
+    visible_CHW = share_CHW.clip(0, 1)
+    tones_CHW = np.rint(visible_CHW * 255)
     bytes_CHW: NDArray[np.uint8] = tones_CHW.astype(np.uint8)
     if len(bytes_CHW) == 1:
         grey_HW: NDArray[np.uint8] = bytes_CHW[0]
@@ -160,7 +161,9 @@ def _sheet(tiles: list[Image.Image], side: int) -> Image.Image:
     for number, tile in enumerate(tiles):
         row, column = divmod(number, 3)
         # Each tile stands in the middle of its square.
-        left = column * pitch + (side - tile.width) // 2
-        top = row * pitch + (side - tile.height) // 2
+        left_margin = (side - tile.width) // 2
+        top_margin = (side - tile.height) // 2
+        left = column * pitch + left_margin
+        top = row * pitch + top_margin
         sheet.paste(tile, (left, top))
     return sheet

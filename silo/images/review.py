@@ -83,9 +83,8 @@ class Review:
             shown_record = memory.picture(picture.path, picture.place)
             # A picture that changed since the sheet was drawn is not the one that the person saw there.
             if shown_record is not None and shown_record.pixels == picture.pixels:
-                review._add(
-                    ReviewPicture(picture.path, picture.place, decisions.flagged(shown_record))
-                )
+                flagged = decisions.flagged(shown_record)
+                review._add(ReviewPicture(picture.path, picture.place, flagged))
         return review
 
     def _add(self, picture: ReviewPicture) -> int:
@@ -135,29 +134,28 @@ class Review:
         """
         subject = f"picture {number} of the last preview sheet"
         if not 1 <= number <= len(sheet):
-            got = "no sheet"
-            remedy = "Draw one: silo scan --preview FILE.png --plan FILE."
             if sheet:
                 got = f"a sheet of {len(sheet)} pictures"
                 remedy = f"Take a number from 1 to {len(sheet)}."
-            remedy += " If the name of a file is a number, write its whole path."
+            else:
+                got = "no sheet"
+                remedy = "Draw one: silo scan --preview FILE.png --plan FILE."
             raise MissingFileError(
                 subject,
                 expected="a picture with this number",
                 got=got,
-                remedy=remedy,
+                remedy=f"{remedy} If the name of a file is a number, write its whole path.",
             )
         picture = sheet[number - 1]
-        if (picture.path, picture.place) not in self._numbers:
-            remedy = "Draw the sheet again: silo scan --preview FILE.png --plan FILE."
-            got = "a picture that has changed or no longer exists"
+        name = (picture.path, picture.place)
+        if name not in self._numbers:
             raise MissingFileError(
                 subject,
                 expected="the picture that was drawn",
-                got=got,
-                remedy=remedy,
+                got="a picture that has changed or no longer exists",
+                remedy="Draw the sheet again: silo scan --preview FILE.png --plan FILE.",
             )
-        return self._numbers[picture.path, picture.place]
+        return self._numbers[name]
 
     def state(self, number: int) -> str:
         """Return what was decided; `waiting` or `accepted` where nothing was."""
@@ -181,27 +179,31 @@ class Review:
 
     def listed(self, state: str, flag: str = "") -> list[int]:
         """Return the pictures in a state, and with a flag where one is given."""
-        if (state, flag) in self._listed:
-            return self._listed[state, flag]
+        query = (state, flag)
+        if query in self._listed:
+            return self._listed[query]
         numbers = []
         for number, picture in enumerate(self.pictures):
             has_flag = not flag or flag in picture.record.flags
             if has_flag and self.state(number) == state:
                 numbers.append(number)
-        self._listed[state, flag] = numbers
+        self._listed[query] = numbers
         return numbers
 
     def flags(self, state: str) -> dict[str, int]:
         """Count the pictures of a state by flag; one with two flags counts twice."""
         counts = {}
         for flag in Flag:
-            counts[flag.value] = len(self.listed(state, flag.value))
-        return {flag: num for flag, num in counts.items() if num}
+            num_pictures = len(self.listed(state, flag.value))
+            if num_pictures:
+                counts[flag.value] = num_pictures
+        return counts
 
     def with_others(self, number: int) -> list[int]:
         """Return a picture and the others of its scan or file that are in the same state."""
         state = self.state(number)
-        group = self._groups[self.pictures[number].group]
+        group_name = self.pictures[number].group
+        group = self._groups[group_name]
         return [other for other in group if self.state(other) == state]
 
     def below(self, path: Path) -> list[int]:
@@ -251,9 +253,12 @@ class Review:
         self._decisions.record(records, decision)
 
     def _copies_of(self, numbers: Iterable[int]) -> list[int]:
+        """Return the pictures that have the same pixels as these, themselves among them."""
         copies: list[int] = []
         for number in numbers:
-            copies += self._by_pixels[self.pictures[number].record.pixels]
+            pixels = self.pictures[number].record.pixels
+            copies += self._by_pixels[pixels]
+        # Each once, in this order.
         return list(dict.fromkeys(copies))
 
     def _read_states(self, numbers: Iterable[int]) -> None:

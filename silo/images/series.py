@@ -33,7 +33,8 @@ class _Stack:
         if location.place_mm is None:
             self.num_placeless += 1
         else:
-            self.places.add(round(location.place_mm / _STEP_MM))
+            place = round(location.place_mm / _STEP_MM)
+            self.places.add(place)
 
     def shows_face(self) -> bool:
         num_slices = len(self.places) + self.num_placeless
@@ -41,14 +42,17 @@ class _Stack:
             return False
         if self.num_placeless:
             return may_show_face((num_slices,), None, self.head)
+        num_steps = max(self.places) - min(self.places)
+        span_mm = num_steps * _STEP_MM
         # From the middle of the first slice to that of the last there are num_slices - 1 steps.
-        span_mm = (max(self.places) - min(self.places)) * _STEP_MM
         depth_mm = span_mm * num_slices / (num_slices - 1)
         return may_show_face((num_slices,), (depth_mm,), self.head)
 
 
 def _could_hold_head(sides_mm: Sequence[float] | None) -> bool:
-    return sides_mm is None or could_hold_head(sides_mm)
+    if sides_mm is None:
+        return True
+    return could_hold_head(sides_mm)
 
 
 class Stacks:
@@ -65,4 +69,7 @@ class Stacks:
 
     def judged(self) -> dict[str, bool]:
         """Return for each scan whether its slices together may show a face."""
-        return {series: stack.shows_face() for series, stack in self._stacks.items()}
+        judged = {}
+        for series, stack in self._stacks.items():
+            judged[series] = stack.shows_face()
+        return judged
