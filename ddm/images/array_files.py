@@ -245,15 +245,16 @@ def unpack(source: ImageArrays, folder: Path) -> FileArray:
         DataError: a damaged file, or fewer rows than it says.
         DiskError: too little room.
     """
+    num_rows = len(source)
     dtype, shape = source.row
     # What the unpacked bytes depend on: another file, or the same one changed, is unpacked again.
     origin = [source.name, dtype.str, shape, source.recipe, stamps(source.files)]
     with unpacked_path(folder, origin) as path:
         if not path.exists():
-            num_bytes = len(source) * prod(shape) * dtype.itemsize
-            require_free_space({folder: num_bytes}, "the unpacked images")
+            row_bytes = prod(shape) * dtype.itemsize
+            require_free_space({folder: num_rows * row_bytes}, "the unpacked images")
             with replacing(path, mode=0o600) as handle:
-                write_rows(handle, (len(source), *shape), dtype, source.unpacked())
+                write_rows(handle, (num_rows, *shape), dtype, source.unpacked())
         return open_npy(path)
 
 

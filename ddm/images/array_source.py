@@ -66,14 +66,16 @@ class ArraySource:
 
     def in_place(self) -> StoredArray | None:
         """Return the arrays to be read by rows; None where one of them cannot be read in place."""
-        parts = [array.in_place() for array in self._arrays]
-        stored = tuple(part for part in parts if part is not None)
-        # Rows are only read in place if all of them are: a block may be of several parts.
-        if len(stored) != len(parts):
-            return None
-        if len(stored) == 1:
-            return stored[0]
-        return JoinedArrays(stored)
+        parts: list[StoredArray] = []
+        for array in self._arrays:
+            part = array.in_place()
+            # Rows are only read in place if all of them are: a block may be of several parts.
+            if part is None:
+                return None
+            parts.append(part)
+        if len(parts) == 1:
+            return parts[0]
+        return JoinedArrays(tuple(parts))
 
     def unpacked(self) -> Iterator[Values]:
         """Yield all rows in blocks."""

@@ -87,7 +87,8 @@ def _read_file(
 def _read_single(content: FileContent, limits: DecodeLimits) -> DecodedPicture:
     """Return the image of an npy inside another file, such as a tar archive."""
     with content.open() as stream:
-        header = parse_header(stream.read(MAX_HEADER_BYTES))
+        head = stream.read(MAX_HEADER_BYTES)
+        header = parse_header(head)
         check_dtype(header.dtype)
         limits.check(*(header.shape or (0,)))
         stream.seek(header.offset)

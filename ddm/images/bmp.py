@@ -68,21 +68,25 @@ def read(
     limits.check(abs(header.height), header.width, 4)
     _check_lengths(header, len(data))
     with opened(BytesIO(data), "BMP") as image:
-        if image.mode == "P" and np.asarray(image).max() >= header.palette_size:
-            raise ImageError(Reason.DAMAGED, "an index beyond the end of the palette")
-        if image.mode in _BITS_OF_GREYS and header.bits != _BITS_OF_GREYS[image.mode]:
+        if image.mode == "P":
+            indices = np.asarray(image)
+            if indices.max() >= header.palette_size:
+                raise ImageError(Reason.DAMAGED, "an index beyond the end of the palette")
+        is_grey = image.mode in _BITS_OF_GREYS
+        if is_grey and header.bits != _BITS_OF_GREYS[image.mode]:
             raise ImageError(
                 Reason.UNSUPPORTED, "biClrUsed: a palette of few greys that Pillow misreads"
             )
         # What Pillow takes for transparency is a fourth byte that means nothing.
-        if image.mode in _BITS_OF_GREYS:
+        mode = "RGB"
+        if is_grey:
             mode = "L"
-        else:
-            mode = "RGB"
         pixels = np.asarray(image.convert(mode))
-    values = pixels.reshape(*pixels.shape[:2], -1)
-    if header.bits <= 8 and (values == values[..., :1]).all():
-        values = values[..., :1]  # BMP has no other way to store greys
+    height, width, *_ = pixels.shape
+    values = pixels.reshape(height, width, -1)
+    first_channel = values[..., :1]
+    if header.bits <= 8 and (values == first_channel).all():
+        values = first_channel  # BMP has no other way to store greys
     spacing = spacing_of(header.per_row, header.per_column, _MM_PER_METRE)
     yield picture_of(values, kind, full=BYTE_RANGE, spacing=spacing)
 
@@ -114,10 +118,14 @@ def _check_encoding(header: _BmpHeader, data: bytes) -> None:
     """Refuse encodings that Pillow would misread."""
     if header.size not in _HEADERS or header.bits not in (1, 4, 8, 24, 32):
         raise ImageError(Reason.UNSUPPORTED, "biSize or biBitCount")
-    if header.compression == _BITFIELDS and header.bits == 32 and header.size != _OS2_HEADER:
-        if struct.unpack("<III", data[54:66].ljust(12)) != _USUAL_MASKS:
+    has_masks = header.compression == _BITFIELDS and header.size != _OS2_HEADER
+    if has_masks and header.bits == 32:
+        # They follow the first 40 bytes of the header, in which all headers but OS/2's agree.
+        masks = data[54:66].ljust(12)
+        mask_of_transparency = data[66:70]
+        if struct.unpack("<III", masks) != _USUAL_MASKS:
             raise ImageError(Reason.UNSUPPORTED, "unusual colour masks")
-        if header.size >= 56 and any(data[66:70]):
+        if header.size >= 56 and any(mask_of_transparency):
             raise ImageError(Reason.UNSUPPORTED, "a mask of transparency")
     elif header.compression != _RGB:
         raise ImageError(Reason.UNSUPPORTED, "biCompression")

@@ -101,7 +101,8 @@ def texts_of(column_N: Values, name: str) -> list[str | None]:
     Raises:
         DataError: anything but text or numbers.
     """
-    if column_N.ndim != 1 or column_N.dtype.kind not in _TEXT_KINDS + _NUMBER_KINDS:
+    is_text_or_number = column_N.dtype.kind in _TEXT_KINDS + _NUMBER_KINDS
+    if column_N.ndim != 1 or not is_text_or_number:
         raise DataError(
             name,
             expected="one text or number an image",
@@ -214,7 +215,11 @@ def captions_of(caption_N: Values) -> tuple[str, ...]:
             got = f"a caption of {len(text)}"
             raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=got)
         texts.append(" ".join(text.split()))
-    captions = ["" if is_missing(visible_text(text)) else text for text in texts]
+    captions = []
+    for text in texts:
+        if is_missing(visible_text(text)):
+            text = ""
+        captions.append(text)
     if not any(captions):
         raise DataError("captions", expected="a text for at least one image", got="only blank ones")
     return tuple(captions)

@@ -63,12 +63,27 @@ def csv_format(path: Path, is_header: Callable[[list[str]], bool]) -> CsvFormat:
     if first_lines:
         separator = _SEPARATOR_LINE.fullmatch(first_lines[0])
     if separator:
-        return CsvFormat(encoding, is_assumed, separator[1], has_separator_line=True)
-    headers = {delimiter: _header(first_lines, delimiter) for delimiter in _DELIMITERS}
+        return CsvFormat(
+            encoding,
+            is_assumed,
+            separator[1],
+            has_separator_line=True,
+        )
+    num_columns = {}
+    usable = []
+    for delimiter in _DELIMITERS:
+        header = _header(first_lines, delimiter)
+        num_columns[delimiter] = len(header)
+        if is_header(header):
+            usable.append(delimiter)
     # Of the separators that give a header with known names, that with the most columns.
-    usable = [delimiter for delimiter in _DELIMITERS if is_header(headers[delimiter])]
-    delimiter = max(usable or _DELIMITERS, key=lambda candidate: len(headers[candidate]))
-    return CsvFormat(encoding, is_assumed, delimiter, has_separator_line=False)
+    most_columns = max(usable or _DELIMITERS, key=lambda delimiter: num_columns[delimiter])
+    return CsvFormat(
+        encoding,
+        is_assumed,
+        most_columns,
+        has_separator_line=False,
+    )
 
 
 def read_records(path: Path, how: CsvFormat) -> Iterator[tuple[int, list[str]]]:

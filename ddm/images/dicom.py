@@ -129,7 +129,8 @@ def _volume(
     from ddm.images.orientation import oriented  # nibabel, which single images do without
 
     pictures = [frame.picture for frame in frames]
-    if is_inverted and len({picture.full for picture in pictures}) > 1:
+    bounds = {picture.full for picture in pictures}
+    if is_inverted and len(bounds) > 1:
         # Each frame was turned within its own bounds, so that one value would stand for several greys.
         raise ImageError(
             Reason.UNSUPPORTED,
@@ -138,15 +139,14 @@ def _volume(
     # Frames that are rescaled by themselves may have types of their own; this is one that holds the values of all.
     stack = np.stack([pictures[number].values for number in order], 1)  # (C, D, H, W)
     if any(frame.padding is not None for frame in frames):
-        lowest = [value for value in map(Frame.lowest, frames) if value is not None]
-        if not lowest:
-            raise ImageError(Reason.NO_PIXELS, "only pixels of PixelPaddingValue")
+        background = _lowest(frames)
         for place, number in enumerate(order):
             padding = frames[number].padding
             if padding is not None:
-                stack[:, place, padding] = min(lowest)
+                stack[:, place, padding] = background
     # In the order that the matrix numbers axes: columns, rows, frames.
-    values, spacing = oriented(stack.transpose(0, 3, 2, 1), matrix)
+    by_axes_of_matrix = stack.transpose(0, 3, 2, 1)
+    values, spacing = oriented(by_axes_of_matrix, matrix)
     window = _hull([picture.window for picture in pictures])
     full = _hull([picture.full for picture in pictures])
     return Picture(supported(values), spacing, window, full)
@@ -198,21 +198,41 @@ def _syntax(tags: Any) -> str:
     return EXPLICIT_BIG_ENDIAN
 
 
+def _lowest(frames: list[Frame]) -> float:
+    """Return the lowest value of all pixels that are no padding.
+
+    Raises:
+        ImageError: there is none.
+    """
+    lowest_of_frames = []
+    for frame in frames:
+        lowest = frame.lowest()
+        if lowest is not None:
+            lowest_of_frames.append(lowest)
+    if not lowest_of_frames:
+        raise ImageError(Reason.NO_PIXELS, "only pixels of PixelPaddingValue")
+    return min(lowest_of_frames)
+
+
 def _flags(tags: Any) -> frozenset[Flag]:
     sop_class = text_of(tags, "SOPClassUID")
     modality = text_of(tags, "Modality").upper()
     conversion = text_of(tags, "ConversionType").upper()
     image_type = text_of(tags, "ImageType").upper()
-    is_captured = sop_class == _SECONDARY_CAPTURE or sop_class.startswith(_SECONDARY_CAPTURE + ".")
+    has_text = text_of(tags, "BurnedInAnnotation").upper() == "YES"
+    has_face = text_of(tags, "RecognizableVisualFeatures").upper() == "YES"
+    is_capture_class = sop_class == _SECONDARY_CAPTURE
+    is_kind_of_capture = sop_class.startswith(f"{_SECONDARY_CAPTURE}.")
+    is_captured = is_capture_class or is_kind_of_capture or modality in _CAPTURES
+    # A film or paper that was scanned, and the like; WSD is a workstation.
+    is_converted = conversion not in ("", "WSD")
     is_present = {
-        Flag.DECLARED_TEXT: text_of(tags, "BurnedInAnnotation").upper() == "YES",
-        Flag.DECLARED_FACE: text_of(tags, "RecognizableVisualFeatures").upper() == "YES",
+        Flag.DECLARED_TEXT: has_text,
+        Flag.DECLARED_FACE: has_face,
         Flag.OVERLAY: not _OVERLAYS.isdisjoint(tags.keys()),
         Flag.THUMBNAIL: len(sequence_of(tags, "IconImageSequence")) > 0,
         Flag.SCREENSHOT: conversion == "WSD" or "SCREEN" in image_type,
-        Flag.SECONDARY_CAPTURE: is_captured
-        or modality in _CAPTURES
-        or conversion not in ("", "WSD"),
+        Flag.SECONDARY_CAPTURE: is_captured or is_converted,
         Flag.ULTRASOUND: modality in ("US", "IVUS") or sop_class.startswith(_ULTRASOUND),
     }
     return frozenset(flag for flag, present in is_present.items() if present)

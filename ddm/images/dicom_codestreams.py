@@ -180,18 +180,24 @@ def _unboxed(data: bytes) -> tuple[bytes, bool]:
             kind = data[position + 4 : position + 8]
             start = position + 8
             if length == 1:
+                # The length is too large for 32 bits, and follows in 64.
                 length = int.from_bytes(data[position + 8 : position + 16], "big")
                 start = position + 16
             if length == 0:
+                # The last box goes on to the end.
                 length = end - position
+            box_end = position + length
             if kind == b"jp2c":
-                return data[start : position + length], is_ycc
+                return data[start:box_end], is_ycc
             if kind == b"jp2h":
-                spans.append((position + length, end))
-                position, end = start, position + length
+                # The boxes in this one first, then those behind it.
+                spans.append((box_end, end))
+                position = start
+                end = box_end
                 continue
             if kind == b"colr" and data[start : start + 1] == b"\1":
-                is_ycc = is_ycc or int.from_bytes(data[start + 3 : start + 7], "big") == _SYCC
+                colour_space = int.from_bytes(data[start + 3 : start + 7], "big")
+                is_ycc = is_ycc or colour_space == _SYCC
             # At least the header of a box, or a damaged length would keep this loop in place.
             position += max(length, 8)
     raise ImageError(Reason.DAMAGED, "a JP2 file without a code stream")
@@ -208,12 +214,13 @@ def _jpeg_2000(data: bytes, is_ycc: bool) -> CodeStream:
     )
     components = int.from_bytes(header[36:38], "big")
     # Of each component its depth and how it is subsampled across and down; 1 and 1 for a component of full size.
-    described = [bytes(header[start : start + 3]) for start in range(38, 38 + 3 * components, 3)]
-    if any(len(component) < 3 for component in described) or not described:
+    descriptions_end = 38 + 3 * components
+    if not components or len(header) < descriptions_end:
         raise ImageError(Reason.DAMAGED, "a code stream that describes too few components")
-    if len(set(described)) > 1 or described[0][1:] != b"\1\1":
+    first = header[38:41]
+    if header[38:descriptions_end] != first * components or first[1:] != b"\1\1":
         raise ImageError(Reason.UNSUPPORTED, "a code stream whose components differ")
-    depth = described[0][0]
+    depth = first[0]
     if data.rfind(_END) < 0:
         raise ImageError(Reason.TRUNCATED, "a code stream that ends too early")
     transformed = _has_colour_transform(data, 4 + size_length)

@@ -127,17 +127,21 @@ def volume_of(
     order = np.argsort(along_N, kind="stable")
     steps = np.diff(along_N[order])
     # Two frames in one place, or a gap where a frame is missing, make no volume. NaN fails the first comparison.
-    max_step = (1 + _UNEVEN_STEPS) * steps.min() + _ROUNDED_MM
-    if not steps.min() > _ROUNDED_MM or steps.max() > max_step:
+    smallest_step = steps.min()
+    max_step = (1 + _UNEVEN_STEPS) * smallest_step + _ROUNDED_MM
+    if not smallest_step > _ROUNDED_MM or steps.max() > max_step:
         return None
     # What is left of each position beside the normal: a tilted gantry.
     moved_N3 = position_N3 - position_N3[0]
-    aside_N3 = moved_N3 - np.outer(along_N - along_N[0], normal_3)
-    if np.linalg.norm(aside_N3, axis=1).max() > _SHEAR * min(spacing):
+    moved_along_N3 = np.outer(along_N - along_N[0], normal_3)
+    aside_N3 = moved_N3 - moved_along_N3
+    distance_aside_N = np.linalg.norm(aside_N3, axis=1)
+    if distance_aside_N.max() > _SHEAR * min(spacing):
         return None
+    between_rows, between_columns = spacing
     matrix = np.eye(4)
-    matrix[:3, 0] = first_plane.row_3 * spacing[1]
-    matrix[:3, 1] = first_plane.column_3 * spacing[0]
+    matrix[:3, 0] = first_plane.row_3 * between_columns
+    matrix[:3, 1] = first_plane.column_3 * between_rows
     matrix[:3, 2] = normal_3 * steps.mean()
     matrix[:2] *= -1  # DICOM counts to the left and to the back
     return [int(number) for number in order], matrix
@@ -162,12 +166,14 @@ def plane_of(tags: Any, number: int) -> Plane | None:
         return None
     if len(position) != 3 or len(directions) != 6:
         return None
-    plane = Plane(np.array(position), np.array(directions[:3]), np.array(directions[3:]))
-    lengths = np.linalg.norm([plane.row_3, plane.column_3], axis=1)
-    cosine = float(plane.row_3 @ plane.column_3)
-    if np.abs(lengths - 1).max() > _UNIT_ERROR or abs(cosine) > _UNIT_ERROR:
+    row_3 = np.array(directions[:3])
+    column_3 = np.array(directions[3:])
+    lengths = np.linalg.norm([row_3, column_3], axis=1)
+    length_error = np.abs(lengths - 1).max()
+    cosine = float(row_3 @ column_3)
+    if length_error > _UNIT_ERROR or abs(cosine) > _UNIT_ERROR:
         return None
-    return plane
+    return Plane(np.array(position), row_3, column_3)
 
 
 def is_of_head(tags: Any) -> bool | None:

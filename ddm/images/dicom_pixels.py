@@ -541,16 +541,17 @@ def _check_padding_cells(
 
 def rgb_of_ybr(ybr: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return RGB of YBR_FULL, (H, W, 3), by the inverse of the equations of PS3.3 C.7.6.3.1.2."""
-    luminance = ybr[..., 0].astype(np.float32)
-    blueness = ybr[..., 1].astype(np.float32) - 128
-    redness = ybr[..., 2].astype(np.float32) - 128
-    rgb = np.empty((*ybr.shape[:2], 3), np.float32)
+    exact = ybr.astype(np.float32)
+    luminance = exact[..., 0]
+    blueness = exact[..., 1] - 128
+    redness = exact[..., 2] - 128
+    rgb = np.empty(ybr.shape, np.float32)
     rgb[..., 0] = luminance + 1.402 * redness
     # Green is what the weights 0.299, 0.587 and 0.114 of the luminance leave of it.
     red_and_blue = 0.114 * 1.772 * blueness + 0.299 * 1.402 * redness
     rgb[..., 1] = luminance - red_and_blue / 0.587
     rgb[..., 2] = luminance + 1.772 * blueness
-    rounded = np.floor(rgb + 0.5)
+    rounded: NDArray[np.float32] = np.floor(rgb + 0.5)
     return rounded.clip(0, 255).astype(np.uint8)
 
 
@@ -840,8 +841,9 @@ def _frame_of_samples(
     smallest = int(values.min())
     largest = int(values.max())
     if smallest < lowest or largest > highest:
+        is_lossless = _last_number(pixel_format.syntax) in _LOSSLESS_NUMBERS
         slack = 0.0
-        if _last_number(pixel_format.syntax) not in _LOSSLESS_NUMBERS:
+        if not is_lossless:
             slack = _OVERSHOOT * (highest - lowest)
         if smallest < lowest - slack or largest > highest + slack:
             raise contradiction("BitsStored", "the code stream")

@@ -135,11 +135,17 @@ class DataSet:
             DataError: a table that does not parse, or that has more rows than the bounds allow.
         """
         is_folder = self.path.is_dir()
-        boundary = _Boundary(self.path if is_folder else self.path.parent, self.outside)
+        folder = self.path
+        if not is_folder:
+            folder = self.path.parent
+        boundary = _Boundary(folder, self.outside)
         if self.table is not None and self.table_paths is not None:
             self.table_paths.reset_counts()
             rows = _TableRows(self.table, self.table_paths, boundary)
-            yield from rows.with_folder(self.path) if is_folder else rows.alone()
+            if is_folder:
+                yield from rows.with_folder(self.path)
+            else:
+                yield from rows.alone()
         elif is_folder:
             yield from _below(str(self.path), boundary)
         else:
@@ -384,12 +390,23 @@ class _TableRows:
     def _file_of(self, path: str, row: TableRow) -> ImageFile:
         problem = self._paths.problem(row.path)
         if problem:
-            return ImageFile(path, row=row, reason=Reason.MISSING, detail=problem)
+            return ImageFile(
+                path,
+                row=row,
+                reason=Reason.MISSING,
+                detail=problem,
+            )
         if not self._boundary.contains(path):
-            return ImageFile(path, row=row, reason=Reason.OUTSIDE, detail="a path of the table")
+            return ImageFile(
+                path,
+                row=row,
+                reason=Reason.OUTSIDE,
+                detail="a path of the table",
+            )
         file = _image_file(path, FolderNames(()), self._boundary)
         if file.reason is Reason.MISSING:
-            file = replace(file, detail=self._paths.hint(path) or file.detail)
+            hint = self._paths.hint(path)
+            file = replace(file, detail=hint or file.detail)
         return replace(file, row=row)
 
 

@@ -29,10 +29,16 @@ def check_row(
         DataError: says what it holds.
     """
     if shape not in row_shapes(spec):
+        num_channels, *sides = spec.shape
         remedy = None
-        if shape == (*spec.shape[1:], spec.shape[0]):
+        if shape == (*sides, num_channels):
             remedy = _CHANNELS_LAST
-        raise DataError("image shape", expected=str(spec.shape), got=str(shape), remedy=remedy)
+        raise DataError(
+            "image shape",
+            expected=str(spec.shape),
+            got=str(shape),
+            remedy=remedy,
+        )
     is_whole = dtype in (np.uint8, np.uint16)
     if dtype.kind != "f" and not is_whole:
         raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
@@ -61,8 +67,8 @@ def fit(
         if array.dtype == np.uint8:
             largest = 255
         share = array.astype(np.float32) / largest
-        values = (low + (high - low) * share).astype(np.float32, copy=False)
-        return _tensor(values)
+        spread = low + (high - low) * share
+        return _tensor(spread.astype(np.float32, copy=False))
     values = _floats(array)
     lowest = low - _TOLERANCE
     highest = high + _TOLERANCE
@@ -107,7 +113,8 @@ def _floats(array: Values) -> NDArray[np.float32]:
 def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
     is_finite = np.isfinite(values)
     if not is_finite.all():
-        is_finite_B = is_finite.reshape(len(values), -1).all(1)
+        by_row = is_finite.reshape(len(values), -1)
+        is_finite_B = by_row.all(1)
         row = _first(np.asarray(~is_finite_B), rows)
         raise DataError(
             "image values",
@@ -117,4 +124,7 @@ def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
 
 
 def _first(is_wrong_B: Mask, rows: Rows) -> int:
-    return int(rows[int(np.flatnonzero(is_wrong_B)[0])])
+    """Return the number of the first of these rows for which the mask is set."""
+    places = np.flatnonzero(is_wrong_B)
+    first_place = int(places[0])
+    return int(rows[first_place])

@@ -244,7 +244,7 @@ def slices_of(
     axis = axis_of(slices)
     image_spacing = None
     if spacing is not None:
-        image_spacing = tuple(spacing[side] for side in range(3) if side != axis)
+        image_spacing = (*spacing[:axis], *spacing[axis + 1 :])
     length = values.shape[1 + axis]
     for number in slice_numbers(length, slices):
         image = np.take(values, number, 1 + axis)

@@ -71,8 +71,13 @@ def idx_array(path: Path) -> EncodedArray:
             raise DataError("data file", expected=_KIND, got="a file with another header")
         num_dims = magic[3]
         shape = struct.unpack(f">{num_dims}I", handle.read(4 * num_dims))
-    # The values follow four bytes of magic number and four for the length of each axis.
-    header = Header(np.dtype(_DTYPES[magic[2]]), shape, by_columns=False, offset=4 + 4 * num_dims)
+    header = Header(
+        np.dtype(_DTYPES[magic[2]]),
+        shape,
+        by_columns=False,
+        # The values follow four bytes of magic number and four for the length of each axis.
+        offset=4 + 4 * num_dims,
+    )
     open_values = partial(_open_values, path, header.offset)
     if _is_packed(path):
         return EncodedArray(path, header, open_values)

@@ -153,7 +153,9 @@ def parse(data: bytes) -> Markers:
         _note(markers, marker, segment)
         if marker == _SOS:
             scan_end = _end_of_scan(data, end)
-            _check_restarts(markers, segment, data[end:scan_end])
+            scan = data[end:scan_end]
+            _check_restarts(markers, segment, scan)
+            # With the two bytes of the marker.
             parts.append(data[position - 2 : scan_end])
             position = scan_end
         else:

@@ -97,6 +97,7 @@ def full_range(dtype: ValueType) -> Bounds | None:
 def row_shapes(spec: DataSpec) -> tuple[Shape, ...]:
     """Return the shapes in which a row may hold an image of a plan: its own, flat, or without its only channel."""
     flat = (spec.dim,)
-    if spec.shape[0] == 1 and len(spec.shape) < 4:
-        return (spec.shape, spec.shape[1:], flat)
+    num_channels, *sides = spec.shape
+    if num_channels == 1 and len(sides) < 3:
+        return (spec.shape, tuple(sides), flat)
     return (spec.shape, flat)

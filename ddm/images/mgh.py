@@ -50,15 +50,20 @@ def read(
     if int.from_bytes(data[28:30]) != 1:  # nibabel replaces another number by 1
         raise ImageError(Reason.UNSUPPORTED, "goodRASFlag: no axes of the patient")
     limits.check(width, height, depth)
+    # Frames are channels of one volume, unless there is a repetition time.
+    num_channels = num_frames
     num_volumes = 1
     if num_frames > 1:
         # The repetition time is in the footer, behind all voxels.
-        end = _VOXELS_AT + width * height * depth * num_frames * stored.itemsize
-        header = MGHHeader(data + read_footer(content, end), check=False)
+        num_voxels = width * height * depth * num_frames
+        end = _VOXELS_AT + num_voxels * stored.itemsize
+        footer = read_footer(content, end)
+        header = MGHHeader(data + footer, check=False)
         if header["tr"] != 0:
-            num_volumes, num_frames = num_frames, 1
+            num_channels = 1
+            num_volumes = num_frames
     limits.check_pictures(num_volumes)
-    shape = (width, height, depth, num_frames)
+    shape = (width, height, depth, num_channels)
     limits.check(*shape)
     matrix = header.get_affine()
     for values in read_volumes(content, _VOXELS_AT, shape, stored, num_volumes):

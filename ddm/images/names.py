@@ -138,12 +138,14 @@ class FolderNames:
             folder = npy_folder(self._names)
         except ImageError:
             # It is unknown which files are one array. The decoder of the first file reports the reason.
-            self.array_files = tuple(sorted(name for name in self._names if _is_array_part(name)))
+            array_files = sorted(name for name in self._names if _is_array_part(name))
+            self.array_files = tuple(array_files)
             return
         if folder is not None:
             self.array_files = folder.parts
-            known = [files for column, files in folder.columns.items() if is_known_column(column)]
-            self._array_columns = tuple(file for files in known for file in files)
+            for column, files in folder.columns.items():
+                if is_known_column(column):
+                    self._array_columns += files
 
     def belongs_to_another(self, name: str) -> bool:
         """Whether a file is read with another one: labels beside idx images, columns and parts beside an npy."""

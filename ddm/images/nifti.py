@@ -161,7 +161,8 @@ def _scaling(header: Any, stored: np.dtype[Any]) -> Scaling:
         slope, intercept = header.get_slope_inter()
     except HeaderDataError as error:
         raise ImageError(Reason.DAMAGED, "scl_inter") from error
-    if slope is None or stored.names:
+    has_colours = bool(stored.names)
+    if slope is None or has_colours:
         return 1.0, 0.0
     return slope, intercept
 

@@ -106,12 +106,13 @@ def numeric_order(suffixes: Sequence[str]) -> list[str] | None:
     """
     if len(suffixes) == 1:
         return list(suffixes)
+    # Texts and numbers in turn.
     pieces = [_NUMBER.split(suffix) for suffix in suffixes]
-    texts = {tuple(piece[::2]) for piece in pieces}
-    if len(texts) != 1:
+    texts_between = {tuple(piece[::2]) for piece in pieces}
+    if len(texts_between) != 1:
         return None
-    # The first numbers of all parts together, then the second ones.
     numbers_of_parts = [piece[1::2] for piece in pieces]
+    # The first numbers of all parts together, then the second ones.
     for digits in zip(*numbers_of_parts, strict=True):
         # Numbers that are filled with zeros are as wide as the shortest one; others are never wider than they have to
         # be.

@@ -37,21 +37,23 @@ def oriented(
             so that what is upright in the patient would lean in the array.
     """
     sides = voxel_sizes(matrix)
-    are_finite = np.isfinite(matrix).all() and np.isfinite(sides).all()
-    if not are_finite or not (sides > 0).all():
+    is_finite = np.isfinite(matrix).all() and np.isfinite(sides).all()
+    if not is_finite or not (sides > 0).all():
         raise ImageError(Reason.DAMAGED, "axes without finite lengths above 0")
     directions = matrix[:3, :3] / sides
-    # The cosines of the angles between axes: 1 of an axis with itself.
+    # The cosines of the angles between axes: 1 of an axis with itself, 0 of two at a right angle.
     cosines = directions.T @ directions
-    if np.abs(cosines - np.eye(3)).max() > _LARGEST_COSINE:
+    deviations = np.abs(cosines - np.eye(3))
+    if deviations.max() > _LARGEST_COSINE:
         raise ImageError(Reason.SHAPE, "axes that are not at right angles (shear)")
-    transform = ornt_transform(io_orientation(matrix), _TARGET)
+    orientation = io_orientation(matrix)
+    transform = ornt_transform(orientation, _TARGET)
     # nibabel turns the first three axes, so that channels are the last one meanwhile.
     values_IJKC = np.moveaxis(values, 0, -1)
     values_DHWC = apply_orientation(values_IJKC, transform)
     turned = np.moveaxis(values_DHWC, -1, 0)
-    turned_matrix = matrix @ inv_ornt_aff(transform, values.shape[1:])
-    depth, height, width = voxel_sizes(turned_matrix)
+    from_turned_voxels = inv_ornt_aff(transform, values.shape[1:])
+    depth, height, width = voxel_sizes(matrix @ from_turned_voxels)
     return turned, (float(depth), float(height), float(width))
 
 

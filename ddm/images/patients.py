@@ -72,7 +72,8 @@ def similar(identifier: str, rule: PatientRule = "spelling") -> str:
     decomposed = unicodedata.normalize("NFD", plain)
     letters = "".join(character for character in decomposed if not unicodedata.combining(character))
     # The e of ae, oe and ue goes too, so that both ways to write an umlaut become one.
-    return _ZEROS.sub("", _UMLAUT.sub("", letters))
+    without_umlauts = _UMLAUT.sub("", letters)
+    return _ZEROS.sub("", without_umlauts)
 
 
 def pseudonyms(

@@ -274,8 +274,10 @@ def _from_palette(
     if transparency is not None:
         if len(transparency) > len(palette):
             raise ImageError(Reason.DAMAGED, "tRNS")
+        # Entries behind the last one that it names are opaque.
+        num_named = len(transparency)
         alpha = np.full(len(palette), 255, np.uint8)
-        alpha[: len(transparency)] = np.frombuffer(transparency, np.uint8)
+        alpha[:num_named] = np.frombuffer(transparency, np.uint8)
         palette = over_black(palette, alpha, 255)
     colours: Numbers = palette[indices]
     return colours

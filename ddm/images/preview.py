@@ -64,7 +64,8 @@ def contact_sheet(
     cells: list[Floats] = []
     numbers_by_reason: dict[str, list[str]] = {}
     for number, picture in enumerate(islice(pictures, MAX_PICTURES), 1):
-        cells.append(_numbered(_before(picture, side), number))
+        before = _before(picture, side)
+        cells.append(_numbered(before, number))
         try:
             samples = transform.apply(picture)
         except DataError as error:
@@ -73,10 +74,11 @@ def contact_sheet(
             continue
         num_shown = min(num_after, len(samples))
         # Of many slices, some that are evenly spread.
-        indices = np.linspace(0, len(samples) - 1, num_shown).round().astype(int)
-        for index in indices:
+        places = np.linspace(0, len(samples) - 1, num_shown).round()
+        for index in places.astype(int):
             cells.append(_after(samples[index], transform.data, side))
-        cells += [_empty_cell(side)] * (num_after - num_shown)
+        num_empty = num_after - num_shown
+        cells += [_empty_cell(side)] * num_empty
     if not cells:
         raise DataError("preview", expected="at least one picture", got="an empty folder or array")
     _write(cells, 1 + num_after, [_LEGEND, *transform.spec.words], path)
@@ -106,7 +108,8 @@ def _write(
         colours.append(colour)
     images = torch.from_numpy(np.stack(cells))
     grid = draw_grid(images, colours, pictures_in_row * cells_of_picture)
-    text_width = 8 + 6 * max(len(line) for line in lines)
+    longest_line = max(len(line) for line in lines)
+    text_width = 8 + 6 * longest_line
     text_height = _LINE_PIXELS * len(lines) + 8
     width = max(grid.width, text_width)
     height = grid.height + text_height
@@ -153,7 +156,8 @@ def _numbered(cell: Floats, number: int) -> Floats:
     """Return a cell with a number in its corner: letters without a box, which hide little of the picture."""
     _, height, width = cell.shape
     image = Image.new("L", (width, height), _UNTOUCHED)
-    ImageDraw.Draw(image).text(
+    pen = ImageDraw.Draw(image)
+    pen.text(
         (3, 1),
         str(number),
         fill=255,
@@ -163,7 +167,8 @@ def _numbered(cell: Floats, number: int) -> Floats:
     )
     tones = np.asarray(image)
     letters = tones.astype(np.float32) / 127.5 - 1
-    return np.where(tones == _UNTOUCHED, cell, letters[None]).astype(np.float32)
+    drawn = np.where(tones == _UNTOUCHED, cell, letters[None])
+    return drawn.astype(np.float32)
 
 
 def _after(
@@ -175,14 +180,17 @@ def _after(
     low, high = data.range
     image = sample
     if sample.ndim == 4:
-        image = sample[:, sample.shape[1] // 2]
+        depth = sample.shape[1]
+        image = sample[:, depth // 2]
     if len(image) != 3:
         image = np.repeat(image[:1], 3, 0)
     share_of_range = (image - low) / (high - low)
     tones = (share_of_range * 2 - 1).astype(np.float32)
-    factor = side // max(data.shape[-2:])
+    longest_side = max(data.shape[-2:])
+    factor = side // longest_side
     # Without interpolation: what an expert learns is shown pixel by pixel.
-    enlarged = tones.repeat(factor, 1).repeat(factor, 2)
+    taller = tones.repeat(factor, 1)
+    enlarged = taller.repeat(factor, 2)
     return padded(enlarged, (side, side), _PADDING_TONE)
 
 

@@ -60,9 +60,17 @@ class RangeUse:
         low_N = np.asarray(lowest_N, np.float64)
         high_N = np.asarray(highest_N, np.float64)
         # Percentiles that are values of images, so that the remark never names a value that no image has.
-        low = float(np.percentile(low_N, _LOW_PERCENTILE, method="lower"))
-        high = float(np.percentile(high_N, _HIGH_PERCENTILE, method="higher"))
-        return cls(len(low_N), float(low_N.min()), float(high_N.max()), low, high)
+        low = np.percentile(low_N, _LOW_PERCENTILE, method="lower")
+        high = np.percentile(high_N, _HIGH_PERCENTILE, method="higher")
+        lowest = low_N.min()
+        highest = high_N.max()
+        return cls(
+            len(low_N),
+            float(lowest),
+            float(highest),
+            float(low),
+            float(high),
+        )
 
     def share(self, value_range: Bounds) -> float:
         """Return the share of a range between `low` and `high`."""

@@ -221,9 +221,16 @@ class Metadata:
             self.orientation = orientation
             # Programs that rewrite EXIF often leave offsets in the rest that point to nothing.
             with suppress(SyntaxError, OSError, ValueError, struct.error):
-                comment = exif.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
-                self.add_text(comment if isinstance(comment, bytes) else str(comment).encode())
+                self._add_exif_comment(exif)
             with suppress(SyntaxError, OSError, ValueError, struct.error):
-                small = exif.get_ifd(ExifTags.IFD.IFD1)
-                if ExifTags.Base.JpegIFOffset in small or ExifTags.Base.StripOffsets in small:
+                thumbnail_tags = exif.get_ifd(ExifTags.IFD.IFD1)
+                has_jpeg = ExifTags.Base.JpegIFOffset in thumbnail_tags
+                if has_jpeg or ExifTags.Base.StripOffsets in thumbnail_tags:
                     self.add_thumbnail()
+
+    def _add_exif_comment(self, exif: Image.Exif) -> None:
+        tags = exif.get_ifd(ExifTags.IFD.Exif)
+        comment = tags.get(ExifTags.Base.UserComment, b"")
+        if not isinstance(comment, bytes):
+            comment = str(comment).encode()
+        self.add_text(comment)

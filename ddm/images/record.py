@@ -197,7 +197,8 @@ def _cell_indices(height: int, width: int) -> NDArray[np.intp]:
     indices = index_AB.reshape(HASH_SIDE, samples_down, num_columns, samples_across)
     num_values = samples_down * samples_across
     num_cells = HASH_SIDE * num_columns
-    indices_by_cell = indices.transpose(1, 3, 0, 2).reshape(num_values, num_cells)
+    by_place_in_cell = indices.transpose(1, 3, 0, 2)
+    indices_by_cell = by_place_in_cell.reshape(num_values, num_cells)
     return np.ascontiguousarray(indices_by_cell)
 
 

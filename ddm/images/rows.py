@@ -205,8 +205,9 @@ class _Lazy:
             )
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"row numbers outside 0 to {len(self) - 1}")
+        steps = np.diff(numbers)
         # Rows that follow each other are read in one piece.
-        if len(numbers) > 1 and bool((np.diff(numbers) == 1).all()):
+        if len(numbers) > 1 and bool((steps == 1).all()):
             first = int(numbers[0])
             last = int(numbers[-1])
             return self._rows(range(first, last + 1))
@@ -332,7 +333,8 @@ def blocks(images: Images, *, size: int | None = None) -> "Iterator[tuple[int, T
     """
     size = size or rows_of(BLOCK_BYTES, images.shape[1:])
     for start in range(0, len(images), size):
-        yield start, images[start : start + size]
+        end = start + size
+        yield start, images[start:end]
 
 
 def rows_of(
@@ -382,13 +384,15 @@ def write_rows(
         "shape": tuple(shape),
     }
     np.lib.format.write_array_header_1_0(handle, header)
-    num = 0
+    num_announced = shape[0]
+    num_written = 0
     for block in rows:
         array = np.ascontiguousarray(block, dtype)
-        handle.write(array.reshape(-1).view(np.uint8).data)
-        num += len(array)
-    if num != shape[0]:
-        raise DataError("rows", expected=f"{shape[0]}, as announced", got=f"{num}")
+        values_as_bytes = array.reshape(-1).view(np.uint8)
+        handle.write(values_as_bytes.data)
+        num_written += len(array)
+    if num_written != num_announced:
+        raise DataError("rows", expected=f"{num_announced}, as announced", got=f"{num_written}")
 
 
 class Writable(Protocol):

@@ -371,15 +371,17 @@ def _mask_of_picture(path: Path, spec: DataSpec) -> Mask:
         raise DataError("mask", expected="one picture", got=str(len(pictures)))
     picture = pictures[0]
     _check_size(picture, spec)
+    values = picture.values
     if picture.full is None:
-        raise DataError("mask", expected="whole numbers", got=str(picture.values.dtype))
+        raise DataError("mask", expected="whole numbers", got=str(values.dtype))
     low, high = picture.full
+    first_channel = values[0]
     # Grey as three equal channels is what most programs save.
-    is_grey = bool((picture.values == picture.values[:1]).all())
-    first = picture.values[0]
-    if not is_grey or not bool(np.isin(first, (low, high)).all()):
+    has_equal_channels = values == values[:1]
+    is_black_or_white = np.isin(first_channel, (low, high))
+    if not has_equal_channels.all() or not is_black_or_white.all():
         raise DataError("mask", expected="only black and white pixels", got="grey or coloured ones")
-    return np.asarray(first == high)
+    return np.asarray(first_channel == high)
 
 
 def _check_size(picture: Picture, spec: DataSpec) -> None:

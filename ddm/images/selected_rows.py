@@ -60,9 +60,10 @@ class SelectedRows:
 
     def column(self, name: str, max_bytes: int) -> Values:
         """Return one entry for each of the rows."""
+        num_images = len(self._source)
         column = self._source.column(name, max_bytes)
-        if len(column) != len(self._source):
-            expected = f"{len(self._source)} entries, one for each image"
+        if len(column) != num_images:
+            expected = f"{num_images} entries, one for each image"
             raise DataError(name, expected=expected, got=f"{len(column)}")
         return column[self._row_N]
 

@@ -209,7 +209,8 @@ class Table:
             if not any(texts):
                 self._num_empty_rows += 1
                 continue
-            yield f"row {number}", dict(zip(meanings, texts, strict=True))
+            cells = dict(zip(meanings, texts, strict=True))
+            yield f"row {number}", cells
 
     def _choose_columns(self, header: Sequence[str]) -> dict[ColumnName, int]:
         """Return the place of the column of each meaning; of those that were named, all must be there."""

@@ -266,10 +266,12 @@ def _scales(image_HW: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
         if min(image_HW.shape) < _MIN_SCALED_SIDE:
             return
         yield image_HW
+        # A last row or column without a partner is left out.
         height = image_HW.shape[0] // 2 * 2
         width = image_HW.shape[1] // 2 * 2
+        even_HW = image_HW[:height, :width]
         # The mean of each square of four values.
-        pairs_of_rows = image_HW[0:height:2, :width] + image_HW[1:height:2, :width]
+        pairs_of_rows = even_HW[0::2] + even_HW[1::2]
         sums_of_four = pairs_of_rows[:, 0::2] + pairs_of_rows[:, 1::2]
         image_HW = sums_of_four * np.float32(0.25)
 
@@ -321,20 +323,7 @@ def _crowded_parts(sharp_HW: Mask) -> Iterator[tuple[slice, slice]]:
     Edges are counted in windows of 32 columns, eight columns apart, and as many rows as the lowest line has. A longer
     line than such a window has fewer edges in it.
     """
-    packed_HB = np.packbits(sharp_HW, axis=1)
-    counts_HB = np.bitwise_count(packed_HB)
-    height, num_bytes = counts_HB.shape
-    lowest_height = _LETTER_HEIGHTS[0]
-    num_rows = height - lowest_height + 1
-    num_windows = max(1, num_bytes - _WINDOW_BYTES + 1)
-    # Sums of neighbours, first along rows, then along columns.
-    in_rows_HB = counts_HB[:, :num_windows].copy()
-    for offset in range(1, min(_WINDOW_BYTES, num_bytes)):
-        in_rows_HB += counts_HB[:, offset : offset + num_windows]
-    in_window_HB = in_rows_HB[:num_rows].copy()
-    for offset in range(1, lowest_height):
-        in_window_HB += in_rows_HB[offset : offset + num_rows]
-    is_crowded_HB = in_window_HB >= _MIN_EDGES
+    is_crowded_HB = _edges_in_windows(sharp_HW) >= _MIN_EDGES
     crowded_rows = np.flatnonzero(is_crowded_HB.any(1))
     if not len(crowded_rows):
         return
@@ -355,10 +344,29 @@ def _crowded_parts(sharp_HW: Mask) -> Iterator[tuple[slice, slice]]:
         first_column = 8 * int(crowded_bytes[0])
         last_column = 8 * int(crowded_bytes[-1])
         top = max(0, first_row - margin)
-        bottom = last_row + lowest_height + margin
+        bottom = last_row + _LETTER_HEIGHTS[0] + margin
         left = max(0, first_column - side_margin)
         right = last_column + 8 * _WINDOW_BYTES + side_margin
         yield slice(top, bottom), slice(left, right)
+
+
+def _edges_in_windows(sharp_HW: Mask) -> NDArray[np.uint8]:
+    """Return how many edges each window has, by its first row and its first byte of eight columns."""
+    packed_HB = np.packbits(sharp_HW, axis=1)
+    counts_HB = np.bitwise_count(packed_HB)
+    height, num_bytes = counts_HB.shape
+    num_rows = height - _LETTER_HEIGHTS[0] + 1
+    num_windows = max(1, num_bytes - _WINDOW_BYTES + 1)
+    # Sums of neighbours, first along rows, then along columns; five rows of 32 columns fit 8 bits.
+    in_rows_HB = counts_HB[:, :num_windows].copy()
+    for offset in range(1, min(_WINDOW_BYTES, num_bytes)):
+        end = offset + num_windows
+        in_rows_HB += counts_HB[:, offset:end]
+    in_window_HB = in_rows_HB[:num_rows].copy()
+    for offset in range(1, _LETTER_HEIGHTS[0]):
+        end = offset + num_rows
+        in_window_HB += in_rows_HB[offset:end]
+    return in_window_HB
 
 
 def _edges(steps_HW: NDArray[np.float32]) -> NDArray[np.float32]:

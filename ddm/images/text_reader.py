@@ -74,16 +74,23 @@ def _prepared(part_HW: Values, letter_height: int) -> NDArray[np.uint8]:
     """Return a part of an image with dark letters on light ground, enlarged, with a margin."""
     part: Numbers = part_HW.astype(np.float32)
     low, high = np.percentile(part, (1, 99))
-    part = ((part - low) / max(float(high - low), 1e-30)).clip(0, 1)
+    # A part of one value has no width between dark and light.
+    width = max(float(high - low), 1e-30)
+    part = ((part - low) / width).clip(0, 1)
     # Letters cover less than their ground: where most of it is dark, the letters are bright.
     if np.median(part) < 0.5:
         part = 1 - part
-    factor = max(1, min(_MAX_FACTOR, round(_LETTER_HEIGHT / letter_height)))
-    while factor > 1 and factor * max(part.shape) > _MAX_SIDE:
+    factor = round(_LETTER_HEIGHT / letter_height)
+    factor = max(1, min(_MAX_FACTOR, factor))
+    longest_side = max(part.shape)
+    while factor > 1 and factor * longest_side > _MAX_SIDE:
         factor -= 1
-    enlarged = _enlarged(_enlarged(part, factor, axis=0), factor, axis=1)
-    tones = (enlarged[:_MAX_SIDE, :_MAX_SIDE] * 255).astype(np.uint8)
-    return np.pad(tones, _MARGIN, constant_values=int(np.median(tones)))
+    taller = _enlarged(part, factor, axis=0)
+    enlarged = _enlarged(taller, factor, axis=1)
+    readable = enlarged[:_MAX_SIDE, :_MAX_SIDE]
+    tones = (readable * 255).astype(np.uint8)
+    ground = int(np.median(tones))
+    return np.pad(tones, _MARGIN, constant_values=ground)
 
 
 def _enlarged(

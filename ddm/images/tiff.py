@@ -162,14 +162,17 @@ def _page_at(file: tifffile.TiffFile, offset: int) -> tuple[tifffile.TiffPage, l
         page = tifffile.TiffPage(file, index=0)
         handle.seek(offset)
         # The directory is read once more here, since tifffile does not tell which tags it left out.
-        (num_tags,) = struct.unpack(sizes.tagnoformat, handle.read(sizes.tagnosize))
+        packed_num_tags = handle.read(sizes.tagnosize)
+        (num_tags,) = struct.unpack(sizes.tagnoformat, packed_num_tags)
         table = handle.read(num_tags * sizes.tagsize)
-        (next_offset,) = struct.unpack(sizes.offsetformat, handle.read(sizes.offsetsize))
+        packed_offset = handle.read(sizes.offsetsize)
+        (next_offset,) = struct.unpack(sizes.offsetformat, packed_offset)
     except Exception as error:
         raise _meaning_of(error) from error
     codes = []
+    code_format = f"{sizes.byteorder}H"
     for start in range(0, len(table), sizes.tagsize):
-        (code,) = struct.unpack_from(sizes.byteorder + "H", table, start)
+        (code,) = struct.unpack_from(code_format, table, start)
         codes.append(code)
     return page, codes, next_offset
 
@@ -185,12 +188,14 @@ def _check_tags(page: tifffile.TiffPage, codes: list[int]) -> None:
         raise ImageError(Reason.DAMAGED, "directory with a tag twice")
     for code in codes:
         # TIFF 6.0 leaves tags from 0x8000 on to private use: most of them say nothing about the pixels.
-        if code not in page.tags and (code < 0x8000 or code in _PRIVATE_TAGS):
+        may_matter = code < 0x8000 or code in _PRIVATE_TAGS
+        if may_matter and code not in page.tags:
             name = tifffile.TIFF.TAGS.get(code, "a tag without a name")
             raise ImageError(Reason.DAMAGED, f"{name}: an unknown type, or outside of the file")
     for name in _SINGLE_NUMBERS:
+        value = page.tags.valueof(name, 0)
         # tifffile takes text and lists too, and then goes by a default.
-        if not isinstance(page.tags.valueof(name, 0), int):
+        if not isinstance(value, int):
             raise ImageError(Reason.DAMAGED, f"{name}: not one whole number")
 
 
@@ -320,13 +325,17 @@ def _bounds(page: tifffile.TiffPage, top: int) -> Bounds | None:
 
 
 def _spacing(page: tifffile.TiffPage) -> Spacing | None:
-    across, down = (page.tags.valueof(name, (0, 0)) for name in ("XResolution", "YResolution"))
+    # Fractions: a numerator and a denominator.
+    across = page.tags.valueof("XResolution", (0, 0))
+    down = page.tags.valueof("YResolution", (0, 0))
     if len(across) != 2 or len(down) != 2 or not across[1] or not down[1]:
         return None
+    # 2 is an inch, the default of TIFF 6.0.
+    unit = page.tags.valueof("ResolutionUnit", 2)
     return spacing_of(
-        down[0] / down[1],
-        across[0] / across[1],
-        _UNITS_MM.get(page.tags.valueof("ResolutionUnit", 2)),
+        per_row=down[0] / down[1],
+        per_column=across[0] / across[1],
+        unit_mm=_UNITS_MM.get(unit),
     )
 
 
@@ -337,18 +346,23 @@ def _inverted(colours: Numbers, full: Bounds | None) -> Numbers:
     """
     inverted: Numbers
     if full is not None:
+        lowest, highest = full
         # Of signed numbers -1 - v, which is lowest + highest - v in two's complement.
-        if full[0] < 0:
+        if lowest < 0:
             inverted = ~colours
         else:
-            inverted = colours.dtype.type(full[1]) - colours
+            inverted = colours.dtype.type(highest) - colours
         return inverted
     if not np.isfinite(colours).all():
         raise ImageError(Reason.NOT_FINITE)
     if colours.dtype.kind in "iu":
         # Differences of 32 bits need more; of 64 bits, `supported` keeps what float32 holds.
-        colours = colours.astype(np.float64 if colours.dtype.itemsize == 8 else np.int64)
-    inverted = colours.max() + colours.min() - colours
+        if colours.dtype.itemsize == 8:
+            colours = colours.astype(np.float64)
+        else:
+            colours = colours.astype(np.int64)
+    sum_of_ends = colours.max() + colours.min()
+    inverted = sum_of_ends - colours
     return inverted
 
 
@@ -397,7 +411,9 @@ def _check_inks(page: tifffile.TiffPage) -> None:
         raise ImageError(Reason.UNSUPPORTED, "InkSet: inks other than CMYK")
     top = 2**page.bitspersample - 1
     dots = tuple(page.tags.valueof("DotRange", (0, top)))
-    if any(dot not in (0, top) for dot in dots) or any(dots[::2]):
+    # The number for no ink, then that for full ink, once for all inks or for each of them.
+    are_ends = all(dot in (0, top) for dot in dots)
+    if not are_ends or any(dots[::2]):
         raise ImageError(Reason.UNSUPPORTED, "DotRange: other than the full range")
 
 

@@ -166,11 +166,10 @@ class Transform:
         if self.spec.slices is not None and len(sides) == 3:
             axis = axis_of(self.spec.slices)
             sides = (*sides[:axis], *sides[axis + 1 :])
-            if spacing is None:
-                spacing = None
-            else:
+            if spacing is not None:
                 spacing = (*spacing[:axis], *spacing[axis + 1 :])
-        return sides, resampled_size(self.spec, sides, spacing, self.data.shape[1:])
+        plan_sides = self.data.shape[1:]
+        return sides, resampled_size(self.spec, sides, spacing, plan_sides)
 
     def stored(self, sample: Floats) -> Values:
         """Return a sample in its compact type; see `to_stored`."""
@@ -183,25 +182,28 @@ class Transform:
             DataError: its header is not taken.
         """
         self._check_header(picture)
-        values = with_channels(picture.values, self.spec, self.data.shape[0])
+        spec = self.spec
+        plan_range = self.data.range
+        values = with_channels(picture.values, spec, self.data.shape[0])
         problem: DataError | None = None
         try:
-            low, high = bounds(values, picture, self.spec)
-            floats = mapped(values, low, high, self.data.range)
-            if self.spec.content:
-                floats = content_of(floats, self.spec.content, self.data.range)
+            low, high = bounds(values, picture, spec)
+            floats = mapped(values, low, high, plan_range)
+            if spec.content:
+                floats = content_of(floats, spec.content, plan_range)
         except DataError as error:
             # The other steps are done all the same: leaving them out would take less time, which a plan could measure.
-            floats = np.full(values.shape, self.data.range[0], np.float32)
+            floats = np.full(values.shape, plan_range[0], np.float32)
             problem = error
         num_values = values[0].size
-        if self.spec.slices is None or floats.ndim != 4:
-            return [self._fit(floats, picture.spacing, num_values)] * self.num, problem
-        num_slices = values.shape[1 + axis_of(self.spec.slices)]
-        samples = [
-            self._fit(image, spacing, num_values // num_slices)
-            for image, spacing in slices_of(floats, self.spec.slices, picture.spacing)
-        ]
+        if spec.slices is None or floats.ndim != 4:
+            sample = self._fit(floats, picture.spacing, num_values)
+            return [sample] * self.num, problem
+        num_slices = values.shape[1 + axis_of(spec.slices)]
+        values_per_slice = num_values // num_slices
+        samples = []
+        for image, spacing in slices_of(floats, spec.slices, picture.spacing):
+            samples.append(self._fit(image, spacing, values_per_slice))
         return samples, problem
 
     def _check_header(self, picture: Picture) -> None:
@@ -287,22 +289,23 @@ def with_channels(
     Raises:
         DataError: the picture has a number of channels that the plan does not take.
     """
-    num_found = values.shape[0]
+    num_in_picture, *sides = values.shape
     if spec.channels == "pick":
-        if num_found <= max(spec.pick):
+        last_pick = max(spec.pick)
+        if num_in_picture <= last_pick:
             raise DataError(
                 "channels",
-                expected=f"more than {max(spec.pick)}, to pick from",
-                got=f"{num_found}",
+                expected=f"more than {last_pick}, to pick from",
+                got=f"{num_in_picture}",
             )
         return values[list(spec.pick)]
-    if spec.channels == "grey" and num_found == 3:
+    if spec.channels == "grey" and num_in_picture == 3:
         red, green, blue = (values[channel].astype(np.float32) for channel in range(3))
         grey: Values = _RED_WEIGHT * red + _GREEN_WEIGHT * green + _BLUE_WEIGHT * blue
         return grey[None]
-    if spec.channels == "rgb" and num_found == 1:
-        return np.broadcast_to(values, (3, *values.shape[1:]))
-    if num_found == num_channels:
+    if spec.channels == "rgb" and num_in_picture == 1:
+        return np.broadcast_to(values, (3, *sides))
+    if num_in_picture == num_channels:
         return values
     expected = f"{num_channels}, as the plan requires"
     if spec.channels in ("grey", "rgb"):
@@ -310,13 +313,17 @@ def with_channels(
     raise DataError(
         "channels",
         expected=expected,
-        got=f"{num_found}",
-        remedy=_remedy(num_found, num_channels),
+        got=f"{num_in_picture}",
+        remedy=_remedy(num_in_picture, num_channels),
     )
 
 
-def _remedy(num_found: int, num_channels: int) -> str | None:
-    conversion = {(3, 1): "grey", (1, 3): "rgb"}.get((num_found, num_channels))
+def _remedy(num_in_picture: int, num_channels: int) -> str | None:
+    conversions = {
+        (3, 1): "grey",
+        (1, 3): "rgb",
+    }
+    conversion = conversions.get((num_in_picture, num_channels))
     if not conversion:
         return None
     return f'A plan takes such pictures with transform.channels = "{conversion}".'
@@ -366,11 +373,10 @@ def _range_bounds(
             return lower_bound, upper_bound
         case FullRange():
             if picture.full is None:
-                got = "floating point or 32 bits, which have no bounds of their own"
                 raise DataError(
                     "values",
                     expected="a type with a full range, such as 8 bits",
-                    got=got,
+                    got="floating point or 32 bits, which have no bounds of their own",
                 )
             return picture.full
         case WindowRange(fallback=fallback):
@@ -403,11 +409,11 @@ def mapped(
     flat_result = result.reshape(-1)
     flat_values = np.ascontiguousarray(values).reshape(-1)
     for start in range(0, flat_values.size, _VALUES_AT_ONCE):
-        block = flat_values[start : start + _VALUES_AT_ONCE].astype(np.float64)
-        share = ((block - low) / (high - low)).clip(0, 1)
-        flat_result[start : start + _VALUES_AT_ONCE] = (
-            target_low + (target_high - target_low) * share
-        )
+        block = slice(start, start + _VALUES_AT_ONCE)
+        exact = flat_values[block].astype(np.float64)
+        share = (exact - low) / (high - low)
+        share = share.clip(0, 1)
+        flat_result[block] = target_low + (target_high - target_low) * share
     return result
 
 
@@ -431,12 +437,16 @@ def to_stored(
     low, high = target
     exact = values.astype(np.float64).clip(low, high)
     if storage != "float16":
-        return np.rint((exact - low) / (high - low) * _LARGEST[storage]).astype(storage)
+        share_of_range = (exact - low) / (high - low)
+        whole_numbers = np.rint(share_of_range * _LARGEST[storage])
+        return whole_numbers.astype(storage)
     nearest = exact.astype(np.float16)
-    above = nearest.astype(np.float64) > high
-    below = nearest.astype(np.float64) < low
-    nearest[above] = np.nextafter(nearest[above], np.float16(-np.inf))
-    nearest[below] = np.nextafter(nearest[below], np.float16(np.inf))
+    # The nearest number may be beyond the range: then the next one within it.
+    rounded = nearest.astype(np.float64)
+    is_above = rounded > high
+    is_below = rounded < low
+    nearest[is_above] = np.nextafter(nearest[is_above], np.float16(-np.inf))
+    nearest[is_below] = np.nextafter(nearest[is_below], np.float16(np.inf))
     return nearest
 
 

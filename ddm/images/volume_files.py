@@ -119,12 +119,16 @@ def picture_of_volume(
         window: that the file states.
         full: bounds of the file's type.
     """
-    native = values.astype(values.dtype.newbyteorder("="), copy=False)
-    turned, spacing = oriented(np.moveaxis(native, -1, 0), matrix)
+    native_type = values.dtype.newbyteorder("=")
+    native = values.astype(native_type, copy=False)
+    channels_first = np.moveaxis(native, -1, 0)
+    turned, spacing = oriented(channels_first, matrix)
     if 1 in turned.shape[1:]:
-        image, sides = flattened(turned, spacing)
-        return DecodedPicture.of(Picture(supported(image), sides, window, full), kind=kind)
-    return DecodedPicture.of(Picture(supported(turned), spacing, window, full), kind=kind)
+        image, image_spacing = flattened(turned, spacing)
+        picture = Picture(supported(image), image_spacing, window, full)
+    else:
+        picture = Picture(supported(turned), spacing, window, full)
+    return DecodedPicture.of(picture, kind=kind)
 
 
 def bounds_of(

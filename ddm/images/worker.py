@@ -51,7 +51,8 @@ def set_bounds(limits: DecodeLimits) -> None:
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests until there are no more, or until memory ran out once: a fresh process then takes over."""
     end_with_parent()
-    settings = json.loads(requests.readline())
+    first_line = requests.readline()
+    settings = json.loads(first_line)
     limits = DecodeLimits(**settings["limits"])
     secrets = _Secrets(
         bytes.fromhex(settings["key"]),
@@ -62,8 +63,10 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     _write(answers, READY)  # from here on, time counts against the files
     answers.flush()
     for line in requests:
-        end = _answer_request(json.loads(line), limits, secrets, answers)
-        _write(answers, json.dumps(end).encode())
+        request = json.loads(line)
+        end = _answer_request(request, limits, secrets, answers)
+        text = json.dumps(end)
+        _write(answers, text.encode())
         answers.flush()  # once a file, since each flush wakes up the reader
         if end.get("reason") == Reason.MEMORY:
             return

@@ -41,13 +41,15 @@ def adopt_decisions(source_folder: Path, folder: Path) -> int:
         return 0
     private_folder(folder)
     with locked(source_folder, "scan"):
-        with Decisions.opened(source_folder) as made_before:
-            num_decided = sum(made_before.counts().values())
+        with Decisions.opened(source_folder) as source_decisions:
+            counts = source_decisions.counts()
+        num_decided = sum(counts.values())
         key = read_bounded(source_folder / KEY_FILE, KEY_BYTES)
         key_path = folder / KEY_FILE
         # After an interruption between the key and the decisions, the key is there already.
         has_other_key = key_path.exists() and read_bounded(key_path, KEY_BYTES) != key
-        if not num_decided or has_other_key or (folder / decisions.FILE).exists():
+        has_own_decisions = (folder / decisions.FILE).exists()
+        if not num_decided or has_other_key or has_own_decisions:
             return 0
         # The key comes first: decisions without their key count as damaged.
         write_atomic(key_path, key, mode=0o600)

@@ -25,7 +25,8 @@ def near_duplicates(hashes: Sequence[str]) -> int:
         return 0
     hash_bytes = bytes.fromhex("".join(hashes))
     # Words in the order of this machine, so that their halves may be looked at as bands.
-    words = np.frombuffer(hash_bytes, np.dtype(">u8")).astype(np.uint64)
+    stored_words = np.frombuffer(hash_bytes, np.dtype(">u8"))
+    words = stored_words.astype(np.uint64)
     code_N4 = words.reshape(-1, _NUM_WORDS)
     band_NB = code_N4.view(np.uint16)
     is_near_N = np.zeros(num_pictures, bool)
@@ -36,10 +37,12 @@ def near_duplicates(hashes: Sequence[str]) -> int:
         for step in range(1, num_steps + 1):
             first = order_N[:-step]
             second = order_N[step:]
-            same_band = band_N[first] == band_N[second]
-            first = first[same_band]
-            second = second[same_band]
-            distance = _distance(code_N4[first], code_N4[second])
+            has_same_band = band_N[first] == band_N[second]
+            first = first[has_same_band]
+            second = second[has_same_band]
+            first_code = code_N4[first]
+            second_code = code_N4[second]
+            distance = _distance(first_code, second_code)
             is_near_pair = distance <= MAX_DIFFERENT_BITS
             # The later one of a pair is counted, so that one picture of each group never is.
             later = np.maximum(first, second)
@@ -49,5 +52,6 @@ def near_duplicates(hashes: Sequence[str]) -> int:
 
 def _distance(first_N4: NDArray[np.uint64], second_N4: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return in how many bits each pair of hashes differs."""
-    different_N4 = np.bitwise_count(first_N4 ^ second_N4)
-    return np.asarray(different_N4.sum(1, dtype=np.int64))
+    different_bits_N4 = first_N4 ^ second_N4
+    num_different_N4 = np.bitwise_count(different_bits_N4)
+    return np.asarray(num_different_N4.sum(1, dtype=np.int64))

@@ -182,18 +182,21 @@ class PreviewSheet:
         from ddm.images.preview import contact_sheet
         from ddm.images.transform import Transform
 
-        shown: list[SheetPicture] = []
+        sheet_pictures: list[SheetPicture] = []
         transform = Transform(self._plan.transform, self._plan.data)
         enlargements = EnlargementCounter()
 
         def numbered_pictures() -> Iterator[Picture]:
-            for selected, picture in self._selection.decoded(self._source.limits):
-                shown.append(selected)
+            for sheet_picture, picture in self._selection.decoded(self._source.limits):
+                sheet_pictures.append(sheet_picture)
                 # The sheet itself says so of a picture that the plan does not take.
                 with suppress(DataError):
-                    enlargements.add(*transform.resampled_sides(picture))
+                    sides, resampled_sides = transform.resampled_sides(picture)
+                    enlargements.add(sides, resampled_sides)
                 yield picture
 
         reasons = contact_sheet(numbered_pictures(), transform, self._out)
-        write_index(shown, self.index_path, self._source.folder / FILE)
-        return [*reasons, *enlargements.remarks("pictures on the sheet")]
+        private_index_path = self._source.folder / FILE
+        write_index(sheet_pictures, self.index_path, private_index_path)
+        remarks = enlargements.remarks("pictures on the sheet")
+        return [*reasons, *remarks]

@@ -14,6 +14,8 @@ from silo.images.decisions import Decision, Decisions
 from silo.images.memory import ScanMemory
 from silo.images.sheet_index import SheetPicture
 
+_States = list[Decision | None]
+_StatesByNumber = dict[int, Decision | None]
 WAITING = "waiting"
 ACCEPTED = "accepted"  # nothing is the matter with it, but a person may leave it out
 
@@ -53,10 +55,12 @@ class Review:
     def __init__(self, decisions: Decisions) -> None:
         self.pictures: list[ReviewPicture] = []
         self._decisions = decisions
-        self._states: list[Decision | None] = []
+        self._states: _States = []
         self._numbers: dict[tuple[str, int], int] = {}  # by path and place
+        # The answers of `listed`, by state and flag.
         self._listed: dict[tuple[str, str], list[int]] = {}
-        self._undo: list[dict[int, Decision | None]] = []
+        # What each decision replaced, by number.
+        self._undo: list[_StatesByNumber] = []
 
     @classmethod
     def of(
@@ -120,7 +124,10 @@ class Review:
 
     def include_copies(self, memory: ScanMemory, numbers: Iterable[int]) -> None:
         """Take in the pictures with the same pixels as these, about which a decision is made with them."""
-        pixels = {self.pictures[number].record.pixels for number in numbers}
+        pixels = set()
+        for number in numbers:
+            record = self.pictures[number].record
+            pixels.add(record.pixels)
         for path, place, record in memory.with_pixels(pixels):
             if record.reason is None:
                 flagged = self._decisions.flagged(record)

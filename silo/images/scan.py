@@ -252,7 +252,8 @@ class ScannedImages:
         options = self._decoder_options(with_values=True)
         for answer in decode_files(jobs(), options):
             if images is None:
-                images = self._images_of(*in_work[0])
+                file, remembered = in_work[0]
+                images = self._images_of(file, remembered)
             if isinstance(answer, DecodedImage):
                 image = next(images, None)
                 if image is not None and image.reason is None:
@@ -262,8 +263,10 @@ class ScannedImages:
                         raise changed_files()
                     yield replace(image, order=answer.order), answer.picture
                 continue
+            # The answer that ends a file.
             _, remembered = in_work.popleft()
-            if answer.digest and remembered.digest and answer.digest != remembered.digest:
+            has_both_digests = answer.digest and remembered.digest
+            if has_both_digests and answer.digest != remembered.digest:
                 raise changed_files()
             # Pictures that the scan accepted and the file no longer gives: their number must not change.
             reason = answer.reason or Reason.NO_PIXELS
