@@ -13,6 +13,22 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 UV_INSTALL = UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
 SELDOM = /tests?/|/testing/|/transformers/models/|pipelines/|/_inductor/|/devtools/|/sympy/(physics|stats)/
 SELDOM := $(SELDOM)|/(pip|setuptools|networkx|fontTools|mypyc?|dns|torchgen)/
+# TORCH=cuda or TORCH=cpu chooses the build of torch. Otherwise it is that with CUDA where there is an NVIDIA GPU, else
+# the CPU build; the other one where the first is not found.
+HAS_GPU := $(wildcard /proc/driver/nvidia/version)
+ifeq ($(TORCH),cuda)
+TORCH_LOCKS = torch.lock
+TORCH_REASON = TORCH=cuda asks for the build with CUDA
+else ifeq ($(TORCH),cpu)
+TORCH_LOCKS = torch-cpu.lock
+TORCH_REASON = TORCH=cpu asks for the CPU build
+else ifneq ($(HAS_GPU),)
+TORCH_LOCKS = torch.lock torch-cpu.lock
+TORCH_REASON = this machine has an NVIDIA GPU
+else
+TORCH_LOCKS = torch-cpu.lock torch.lock
+TORCH_REASON = this machine has no NVIDIA GPU
+endif
 INSTALL_LOCK = $(UV_INSTALL) --require-hashes -r $(1) 2>/dev/null || $(PIP_INSTALL) --require-hashes -r $(1)
 
 # Tests start our programs some hundred times. With bytecode each start takes a third of the processor time.
@@ -21,9 +37,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP)  ## Build the environment in .venv, of files whose hashes are known.
+setup: $(STAMP)  ## Build the environment in .venv, of files whose hashes are known; TORCH=cuda or cpu names its torch.
 
-$(STAMP): pyproject.toml requirements.lock torch.lock torch-cpu.lock
+# A build of torch that is named is installed again.
+$(STAMP): pyproject.toml requirements.lock torch.lock torch-cpu.lock $(if $(TORCH),FORCE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Archipelago needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)."; \
 	  echo "Name another one: make setup PYTHON=/path/to/python3.11"; exit 1; }
@@ -31,9 +48,16 @@ $(STAMP): pyproject.toml requirements.lock torch.lock torch-cpu.lock
 	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock >$(VENV)/uv.lock
 	$(PIP_INSTALL) --require-hashes -r $(VENV)/uv.lock
 	@echo "Installing what requirements.lock names."; $(call INSTALL_LOCK,requirements.lock)
-	@# The CPU build of torch where one is found, else the index's, which brings CUDA along on Linux.
-	@echo "Installing torch."; ($(call INSTALL_LOCK,torch-cpu.lock)) 2>/dev/null || $(call INSTALL_LOCK,torch.lock)
+	@# Another build of the same version counts as installed, so that the one that is there goes first.
+	@$(if $(TORCH),$(BIN)/python -m pip uninstall --quiet --yes torch,true)
+	@echo "Installing torch: $(TORCH_REASON)."
+	@for lock in $(TORCH_LOCKS); do \
+	  if ( $(call INSTALL_LOCK,$$lock) ) 2>$(VENV)/torch.log; then \
+	    echo "Installed torch $$($(BIN)/python -c 'import torch; print(torch.__version__)') from $$lock."; exit 0; \
+	  fi; echo "What $$lock names was not found."; \
+	done; cat $(VENV)/torch.log; exit 1
 	$(PIP_INSTALL) --no-build-isolation -e .
+	@$(BIN)/python -m ddm.system.torchvision_startup
 	@$(BIN)/python -m pip check --disable-pip-version-check
 	@# Bytecode on all cores, but not of what hardly ever runs; a file that does not compile is its owner's business.
 	@$(BIN)/python -m compileall -q -j 0 -x '$(SELDOM)' $(VENV)/lib >/dev/null || true

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ddm.system.torchvision_guard import install_guard
+
 if TYPE_CHECKING:
     from ddm.distillation.student import load_student
     from ddm.encoders.text import TextEncoder
@@ -19,6 +21,9 @@ _HOMES = {
     "load_student": "ddm.distillation.student",
     "open_ensemble": "ddm.loading.ensemble",
 }
+
+# For a user's own imports as well: `import timm` after `import ddm` works beside every build of torch.
+install_guard()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,6 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
-from ddm.encoders.timm import import_torchvision
 from ddm.errors import DocumentError, SetupError, ShapeError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.tensors import TensorSpec, load_tensors, read_header
@@ -217,7 +216,6 @@ def build_public_autoencoder(size: DiffusersKlSize, shape: tuple[int, ...]) -> n
         raise ShapeError("autoencoder", expected=misfit, got=str(shape))
     # Before the import, which reads it: no server is asked for anything.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import_torchvision()
     try:
         with warnings.catch_warnings():
             # Third-party imports warn.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ddm.encoders.non_finite import replace_non_finite
-from ddm.encoders.timm import import_torchvision
 from ddm.errors import ArchipelagoError, DigestError, NumericalError, SetupError, ShapeError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.tensors import load_tensors
@@ -417,7 +416,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # Third-party imports warn.
         warnings.simplefilter("ignore")
-        import_torchvision()
         from transformers.utils import logging
 
         level = logging.get_verbosity()

@@ -1,13 +1,11 @@
 """The timm encoder: features of a frozen network, with weights from a local file and timm's own preprocessing.
 
-Only this file imports timm and torchvision. Next to a torch without CUDA, torchvision as published cannot load its
-compiled operators, and its import fails; timm needs only its Python parts, for which defining two schemas suffices.
+Only this file imports timm, which imports torchvision (`ddm.system.torchvision_guard`).
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from importlib import import_module
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,6 @@ MAX_FILE_BYTES = 8 * 1024**3
 _BLOCK = 64
 # Counters of batch norms, which only training uses.
 _COUNTERS = "num_batches_tracked"
-_NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_schemas: list[torch.library.Library] = []
 
 
 def create_model(name: str, **options: Any) -> nn.Module:
@@ -44,7 +40,6 @@ def create_model(name: str, **options: Any) -> nn.Module:
     with warnings.catch_warnings():
         # Third-party imports warn.
         warnings.simplefilter("ignore")
-        import_torchvision()
         import timm
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, **options)
@@ -61,8 +56,6 @@ def create_model(name: str, **options: Any) -> nn.Module:
 
 def names() -> list[str]:
     """Return the names of timm's networks."""
-    # The smallest network: building it imports timm with torchvision in working order.
-    create_model("test_vit")
     import timm
 
     return list(timm.list_models())
@@ -444,21 +437,3 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
     return {
         name: tensor for name, tensor in net.state_dict().items() if not name.endswith(_COUNTERS)
     }
-
-
-def import_torchvision() -> None:
-    """Import torchvision; where its compiled part cannot be loaded, define the schemas of two operators.
-
-    Only after the import has failed: where it succeeds, it defines them itself, and torch allows one definition only.
-    """
-    try:
-        import_module("torchvision")
-    except RuntimeError:
-        if hasattr(torch.ops.torchvision, "nms"):
-            raise
-        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-        for name in ("nms", "qnms"):
-            library.define(f"{name}{_NMS}")  # type: ignore[no-untyped-call]
-        # A schema exists as long as its library.
-        _schemas.append(library)
-        import_module("torchvision")

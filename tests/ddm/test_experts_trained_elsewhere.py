@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, LinearPath, path_named, x_0_and_eps
 from ddm.diffusion.schedules import DiscretePath
-from ddm.encoders.timm import import_torchvision
 from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.models import build_expert
 from ddm.protocol.architecture import ClassCondition, Dit
@@ -32,7 +31,6 @@ def blocks() -> list[str]:
 @pytest.fixture(scope="module")
 def adapters() -> SimpleNamespace:
     """What the how-to's first block defines."""
-    import_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")

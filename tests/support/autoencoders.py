@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from ddm.encoders.timm import import_torchvision
-
 SD: dict[str, Any] = {"latent_channels": 4, "scaling_factor": 0.18215}
 SDXL: dict[str, Any] = {"latent_channels": 4, "scaling_factor": 0.13025, "force_upcast": True}
 FLUX: dict[str, Any] = {
@@ -23,7 +21,6 @@ FLUX: dict[str, Any] = {
 def autoencoder_kl() -> Any:
     """The class AutoencoderKL of diffusers; without diffusers the test is skipped."""
     pytest.importorskip("huggingface_hub")
-    import_torchvision()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -9,7 +9,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
-from ddm.encoders.timm import import_torchvision
 from ddm.io.tensors import save_tensors
 
 WORDS = ("<pad>", "</s>", "<unk>", "bright", "dark", "left", "right", "secret")
@@ -38,7 +37,6 @@ def make_encoder(kind: str, seed: int = 0) -> nn.Module:
     """Build a network, with its configuration as `config`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of imports
-        import_torchvision()
         import transformers as t
 
         settings: dict[str, Any] = {

@@ -31,7 +31,6 @@ class Peer(nn.Module):
 
 def diffusers_dit(architecture: Dit, shape: tuple[int, int, int]) -> nn.Module | None:
     """Diffusers' `DiTTransformer2DModel`; None where diffusers is not installed."""
-    create_model("test_vit")  # from here on torchvision can be imported beside a CPU build of torch
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

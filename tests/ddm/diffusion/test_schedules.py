@@ -24,7 +24,6 @@ from ddm.diffusion.path import (
     x_t,
 )
 from ddm.diffusion.schedules import DiscretePath, KarrasPath
-from ddm.encoders.timm import import_torchvision
 from ddm.protocol.learning import ExpertObjective
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
@@ -41,7 +40,6 @@ INNER = torch.linspace(0.02, 0.97, 41, dtype=torch.float64)
 def scheduler(name: str, kind: str = "DDPMScheduler", **changes: object) -> Any:
     """What diffusers calls the schedule."""
     pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
-    import_torchvision()
     import diffusers
 
     betas = {"beta_start": 0.00085, "beta_end": 0.012} if name == "scaled_linear" else {}
@@ -113,7 +111,6 @@ def test_x_0_from_a_prediction_is_the_one_of_diffusers(
 @pytest.mark.parametrize("sigma", [0.003, 0.5, 7.0, 60.0])
 def test_karras_path_and_v_are_the_preconditioning_of_edm(sigma: float) -> None:
     pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
-    import_torchvision()
     from diffusers import EDMEulerScheduler
 
     theirs = EDMEulerScheduler(sigma_min=0.002, sigma_max=80.0, sigma_data=1.0)

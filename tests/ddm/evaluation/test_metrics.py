@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddm.encoders.timm import import_torchvision
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.evaluation.frechet import (
     Moments,
@@ -41,7 +40,6 @@ def others() -> SimpleNamespace:
     """The other implementations; importing them warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import_torchvision()
         import prdc
         from torch_fidelity import metric_fid, metric_kid, metric_prc
 

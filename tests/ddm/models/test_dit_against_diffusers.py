@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddm.encoders.timm import import_torchvision
 from ddm.models import build_expert
 from ddm.protocol.architecture import ClassCondition, Dit
 
@@ -19,7 +18,6 @@ CLASSES = 5
 
 def diffusers_dit() -> Any:
     """Diffusers' network with made weights, in evaluation, every block with the same embedding of time and class."""
-    import_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
