@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -14,12 +14,19 @@ from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.address import Address
-from ddm.protocol.architecture import ArchitectureKind
-from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit, sha256_file
+from ddm.protocol.base import Delta, Digest, Epsilon, Model, ShortText, SiloId, sha256_file
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import PixelSide, PixelValue
 from ddm.protocol.enrolment import MAX_CARD_BYTES, AgreedSize, Card
 from ddm.protocol.federation import FederationDocument
+from ddm.protocol.policy import (
+    AuditLimits,
+    Licences,
+    PolicyLimits,
+    PrivacyLimits,
+    SizeLimits,
+    TrainingLimits,
+)
 from ddm.protocol.submission import Waiver
 from ddm.training.config import TrainingSettings
 
@@ -32,7 +39,6 @@ _INBOX_SLACK_BYTES = 128 * 1024**2
 
 
 PositiveNumber = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class TextSettings(Settings):
@@ -92,6 +98,14 @@ class SiloSettings(Settings):
     text: TextSettings | None = None
 
     @property
+    def batch_parts(self) -> int:
+        """The parts into which this machine divides a batch; fewer of its images take less memory at once."""
+        parts = self.training.accumulate
+        if isinstance(self.training.processes, int):
+            parts *= self.training.processes
+        return parts
+
+    @property
     def inbox_bytes(self) -> int:
         """Most bytes of the whole inbox: by default two bundles and some more."""
         if self.max_inbox_bytes is not None:
@@ -99,13 +113,9 @@ class SiloSettings(Settings):
         return 2 * self.max_bundle_bytes + _INBOX_SLACK_BYTES
 
 
-class PrivacyPolicy(Settings):
+class PrivacyPolicy(PrivacyLimits, strict=False):
     """The privacy unit, the most that one plan may spend, and the site's budget over all plans it will ever answer."""
 
-    # A default that protects images would guarantee nothing to a patient who has several (ADR 0053).
-    unit: Unit = "patient"
-    max_epsilon: Epsilon = 8.0
-    max_delta: Delta = 1e-5
     budget_epsilon: Epsilon = 10.0
     budget_delta: Delta = 1e-5
 
@@ -152,59 +162,28 @@ class DataPolicy(Settings):
         return Classes(len(self.classes), self.classes)
 
 
-class TrainingPolicy(Settings):
+class TrainingPolicy(TrainingLimits, strict=False):
     """The most work and the largest files that one plan may require, and the fewest images of an expert."""
 
     # Fewer than a few hundred images are what an expert learns by heart (ADR 0053).
     min_images: PositiveNumber = 300
-    # Each of these is compared with the plan's own numbers before anything is opened (`silo.plan.policy`).
-    max_experts: Annotated[int, Field(gt=0, le=1000)] = 64  # the transport carries 1,024 files
-    max_steps: PositiveNumber = 1_000_000
-    max_batch_size: PositiveNumber = 4096
-    max_expert_bytes: PositiveNumber = 4 * 1024**3
-    max_statistic_bytes: PositiveNumber = 256 * 1024**2
-    max_train_s: PositiveNumber = 7 * 24 * 3600
-    max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
-    # An architecture is code that runs beside the images: each one is let in by name.
-    architectures: tuple[ArchitectureKind, ...] = ("dit",)
 
 
-class SizePolicy(Settings):
-    """The largest sizes that a plan's numbers may imply, computed from them before any of its files is opened."""
-
-    max_sample_values: PositiveNumber = 2**26
-    max_slices: PositiveNumber = 512
-    max_layer_values: PositiveNumber = 2**27
-    max_parameters: PositiveNumber = 2**30
-    max_file_bytes: PositiveNumber = 2 * 1024**3
-    max_memory_bytes: PositiveNumber = 32 * 1024**3
+class SizePolicy(SizeLimits, strict=False):
+    """The largest sizes that a plan's numbers may imply, see `ddm.protocol.policy.SizeLimits`."""
 
 
-class AuditPolicy(Settings):
+class AuditPolicy(AuditLimits, strict=False):
     """The leak audit of this site.
 
     Attributes:
-        required: whether a plan must require it.
         waiver: of an inconclusive audit; `silo waive` writes it.
-        holdout_share: of the units (patients or images), held out of every plan's training to compare with.
-        min_holdout_units: where the share is fewer, nothing is held out, and the audit is inconclusive; a plan must
-            need as many.
         max_holdout_units: no more are held out.
-        max_mia_auc: the largest that a plan may let pass, as are the next two.
-        max_mia_tpr: see `ddm.protocol.limits.Audit`.
-        max_near_copy_rate: the same.
         num_samples: drawn of each expert, at most, to look for copies.
     """
 
-    required: bool = True
     waiver: Waiver | None = None
-    holdout_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
-    # 300 units give an AUC to within 0.05 and three false positives at 1% (ADR 0054).
-    min_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 300
     max_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 1000
-    max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)] = 0.6
-    max_mia_tpr: Share = 0.1
-    max_near_copy_rate: Share = 0.01
     num_samples: Annotated[int, Field(ge=1, le=10**6)] = 10_000
 
 
@@ -222,7 +201,7 @@ class ApprovalPolicy(Settings):
     # A late silo then costs this site neither training nor epsilon; each submission states it (docs/adr/0081).
     carry_over: bool = True
     serve_as_base: bool = False
-    licences: tuple[ShortText, ...] = ()
+    licences: Licences = ()
 
 
 class Policy(Settings):
@@ -240,6 +219,29 @@ class Policy(Settings):
     def min_images(self) -> int:
         """How many images there are at least, as the site declares."""
         return self.data.min_images or self.training.min_images
+
+    def public_limits(self, batch_parts: int) -> PolicyLimits:
+        """Return what the site's card states: without its budget, its declared data and its waivers.
+
+        Args:
+            batch_parts: into which this machine divides a batch.
+        """
+        return PolicyLimits(
+            privacy=_narrowed(PrivacyLimits, self.privacy),
+            training=_narrowed(TrainingLimits, self.training),
+            sizes=_narrowed(SizeLimits, self.sizes),
+            audit=_narrowed(AuditLimits, self.audit),
+            licences=self.approval.licences,
+            batch_parts=batch_parts,
+        )
+
+
+LimitsT = TypeVar("LimitsT", bound=Model)
+
+
+def _narrowed(limits: type[LimitsT], policy: LimitsT) -> LimitsT:
+    """Return a part of a policy without the fields that only the site needs to know."""
+    return limits(**policy.model_dump(include=set(limits.model_fields)))
 
 
 Isolation = Literal["none", "users", "containers"]

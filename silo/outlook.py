@@ -47,6 +47,12 @@ def outlook(counts: UnitCounts, policy: Policy, licence: str, machine: Machine) 
         f"protects every {privacy.unit}: epsilon {privacy.max_epsilon:g} at most for one plan, "
         f"{privacy.budget_epsilon:g} for all plans together",
     )
+    # A plan has one unit for all silos, so that this decides in which federations the site can take part.
+    if counts.patients is None:
+        yield (
+            "unit",
+            'no patients on the card: it takes part in plans of statistics.unit = "image" alone',
+        )
     yield "licence", _licence(policy, licence)
     yield "later plans", _later_plans(policy)
     yield "machine", _machine(machine)

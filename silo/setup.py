@@ -277,14 +277,13 @@ def make_card(
         SetupError: more patients than images, or fewer than two.
         MissingFileError, DataError: see `silo.data.first_look.count_units`.
     """
-    privacy = site.policy().privacy
+    settings = site.settings()
     card = Card(
         # Whoever gets this card cannot enroll the silo in a federation that it never joined.
         root_digest=site.root_digest,
         agreed=_agreed(site, images, patients, advance, on_count),
-        max_epsilon=privacy.max_epsilon,
-        unit=privacy.unit,
-        silo_id=site.settings().silo_id,
+        limits=site.policy().public_limits(settings.batch_parts),
+        silo_id=settings.silo_id,
         signing_key=str(key.public),
         node_key=_node_public_key(site),
         created_at=now_utc(),
@@ -305,11 +304,11 @@ def is_card_current(site: Site, images: int | None, patients: int | None) -> boo
     if not site.card_path.exists():
         return False
     card = site.card()
-    privacy = site.policy().privacy
+    limits = site.policy().public_limits(site.settings().batch_parts)
     return (
         images in (None, card.agreed.images)
         and patients in (None, card.agreed.patients)
-        and (privacy.max_epsilon, privacy.unit) == (card.max_epsilon, card.unit)
+        and limits == card.limits
     )
 
 
@@ -366,8 +365,11 @@ def _agreed(
         except DataError as error:
             if by_patient and lacks_patients(error):
                 error.remedy = (
-                    'Give every image its patient. Or, if every image is of another person, set unit = "image" under '
-                    "[privacy] in policy.toml."
+                    "Give every image its patient: patients in an npz, a column patient in a table of paths. Where "
+                    "every image is of another person, a name of its own for each image will do. Only if the "
+                    "aggregator's operator says that the plans of this federation protect images "
+                    '(statistics.unit = "image"), set unit = "image" under [privacy] in policy.toml instead: a site '
+                    "without patients can take no plan that protects patients."
                 )
             raise
         on_count(counts)

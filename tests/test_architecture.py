@@ -27,13 +27,14 @@ ROOMS = {
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
         "routers training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",
-        "planning": "encoders errors io loading models partition protocol routers",
+        "planning": "audit encoders errors footprint io loading models partition protocol routers statistics training",
         "audit": "diffusion evaluation images protocol",
         "evaluation": "encoders errors images io loading pages protocol",
         "distillation": "diffusion encoders ensemble errors footprint images io loading models protocol sampling "
         "system training",
         "loading": "diffusion encoders ensemble errors footprint io models partition protocol routers sampling "
         "statistics system trust",
+        "limits": "errors footprint io models protocol statistics",
         "footprint": "encoders models protocol",
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
@@ -120,7 +121,6 @@ DOORS = {
     "timm": {"ddm/encoders/timm.py"},
     "transformers": {"ddm/encoders/text.py", "ddm/encoders/vision.py"},
     "tokenizers": {"ddm/encoders/text.py"},
-    "torchvision": {"ddm/encoders/timm.py"},
 }
 
 

@@ -147,6 +147,7 @@ def plan(
             raise settings_error(recipe, error) from error
         cost = estimate_cost(draft.plan, draft.sketch, draft.images.seen)
         say(describe_draft(draft, cost))
+        _refuse_contradictions(federation, draft, cost)
         if not yes:
             confirm("Sign this plan?", refused="Not signed.")
         missing = sign_plan(federation, draft, secret)
@@ -214,6 +215,34 @@ def _released_base(
     if not yes:
         confirm(f"Start training from {best}?", refused="Name another one with --expert.")
     return expert_source(release, best)
+
+
+def _refuse_contradictions(federation: Federation, draft: "Draft", cost: "Cost") -> None:
+    """Show what contradicts what in a draft, and refuse it where silos, intake or any device would fail on it.
+
+    Raises:
+        SetupError: at least one finding is more than a warning.
+    """
+    from aggregator.planning.contradictions import DraftedPlan, find_contradictions
+
+    max_influence = federation.settings().max_influence
+    drafted = DraftedPlan(draft.plan, draft.training_cards, max_influence, cost)
+    num_refusals = 0
+    for finding in find_contradictions(drafted):
+        word = "Warning"
+        if finding.level == "fail":
+            word = "Refused"
+            num_refusals += 1
+        say(f"\n{word}: {finding.subject}")
+        say(finding.indented(2))
+    # --yes skips a question, and no rule.
+    if num_refusals:
+        raise SetupError(
+            "plan",
+            expected="numbers that agree with each other, with the cards of the silos and with federation.toml",
+            got=f"{num_refusals} that do not, marked Refused above",
+            remedy="Do what is said there, then run the command again. Nothing was signed.",
+        )
 
 
 def _check_source_options(
@@ -316,7 +345,7 @@ def _expert_rows(draft: "Draft", cost: "Cost") -> Iterator[Row]:
     yield (
         "  a training step",
         f"{human_flops(cost.training_flops)} an image, {human_flops(total_flops)} in all, "
-        f"{human_bytes(cost.training_bytes)} of memory in batches of {training.batch_size}",
+        f"{human_bytes(cost.work.memory_bytes)} of memory in batches of {training.batch_size}",
     )
     yield (
         "  an evaluation",
@@ -333,6 +362,22 @@ def _expert_rows(draft: "Draft", cost: "Cost") -> Iterator[Row]:
             "leak audit",
             f"about {human_seconds(cost.audit_s)} a silo, {cost.audit_s / cost.train_s:.0%} of the training",
         )
+    yield from _device_rows(cost)
+    yield (
+        "  disk of a silo",
+        f"about {human_bytes(cost.work.disk_bytes)}, without its copy of the images",
+    )
+
+
+def _device_rows(cost: "Cost") -> Iterator[Row]:
+    """Yield how long training and leak audit of a silo take on each named device."""
+    for estimate in cost.on_devices:
+        words = f"about {human_seconds(estimate.train_s)}"
+        if estimate.audit_s:
+            words += f", the audit {human_seconds(estimate.audit_s)}"
+        if estimate.needs_parts:
+            words += f"; its {human_bytes(estimate.device.memory_bytes)} take a batch in parts only (accumulate)"
+        yield f"  on {estimate.device.name}", f"{words}; by published rates, not measured"
 
 
 def _statistic_rows(plan: "Plan", cost: "Cost") -> Iterator[Row]:
@@ -362,7 +407,7 @@ def _statistic_rows(plan: "Plan", cost: "Cost") -> Iterator[Row]:
 
 def _weight_rows(plan: "Plan") -> Iterator[Row]:
     """Yield how private the experts' weights are, and what has no privacy."""
-    from aggregator.planning.cost import estimate_private_step
+    from ddm.planning.estimates import estimate_private_step
     from ddm.privacy.accounting import noise_multiplier_for  # takes seconds
 
     terms = plan.expert.privacy

@@ -7,10 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.audit.effort import share_of_training
 from ddm.diffusion.path import path_named
-from ddm.footprint import expert_size, training_bytes
+from ddm.footprint import expert_size
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
+from ddm.planning.estimates import (
+    DeviceEstimate,
+    Work,
+    estimate_on_devices,
+    estimate_work,
+)
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.routers.sketch import Sketch
@@ -23,8 +28,6 @@ from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
 
 TIMED_STEPS = 12
-# A sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured.
-PRIVATE_SLOWDOWN = 2.3
 # About two minutes of one thread: a larger expert need not even fit this machine's memory.
 MAX_TIMED_FLOPS = 10**13
 
@@ -40,7 +43,7 @@ class Cost:
         parameters: its trained numbers.
         forward_flops: operations of evaluating one sample.
         training_flops: operations of one sample of a training step.
-        training_bytes: estimated memory of a training step, weights and optimiser included.
+        work: what it makes the machine of its largest silo compute and keep.
         sampling_bytes: estimated memory of evaluating one sample, weights included.
         num_experts: the largest number of experts that a silo may have.
         train_s: seconds that training all of these would take here, one thread; of private training about.
@@ -48,6 +51,7 @@ class Cost:
             needs at least; 0 where the plan requires none.
         timed: whether a few training steps were measured for it; else it follows from the operations, and from the
             rate of this machine's matrix products.
+        on_devices: how long the same takes on named devices, by their published rates.
     """
 
     t_release: float | None
@@ -56,12 +60,13 @@ class Cost:
     parameters: int
     forward_flops: int
     training_flops: int
-    training_bytes: int
+    work: Work
     sampling_bytes: int
     num_experts: int
     train_s: float
     audit_s: float
     timed: bool
+    on_devices: tuple[DeviceEstimate, ...]
 
 
 def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
@@ -78,20 +83,16 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
     forward_flops, training_flops = count_flops(architecture, plan.expert_shape, plan.condition)
 
     # A few real steps are the best estimate; where they would take too long, the machine's arithmetic rate stands in.
-    step_flops = training_flops * training.batch_size
-    timed = step_flops * TIMED_STEPS <= MAX_TIMED_FLOPS
-    if timed:
-        expert_s = time_training(plan, seen)
-    else:
-        expert_s = step_flops * training.num_steps / matrix_product_rate()
-    audit_s = 0.0
-    if plan.audit.required:
-        # The audit's own trainings are plain ones, also where the expert's is private.
-        audit_s = share_of_training(training, plan.audit.min_holdout_units) * expert_s
-    if plan.expert.privacy:
-        expert_s *= estimate_private_step(plan).factor
-
+    work = estimate_work(plan)
     num_experts = max_experts_per_silo(plan)
+    plain_flops = training_flops * training.batch_size * training.num_steps * num_experts
+    timed = training_flops * training.batch_size * TIMED_STEPS <= MAX_TIMED_FLOPS
+    if timed:
+        plain_s = num_experts * time_training(plan, seen)
+    else:
+        plain_s = plain_flops / matrix_product_rate()
+    s_per_flop = plain_s / plain_flops
+
     size = expert_size(plan)
     return Cost(
         t_release=sketch_noise_level(plan, sketch),
@@ -100,54 +101,14 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
         parameters=parameters,
         forward_flops=forward_flops,
         training_flops=training_flops,
-        training_bytes=training_bytes(plan),
+        work=work,
         sampling_bytes=size.bytes + size.forward_bytes(1),
         num_experts=num_experts,
-        train_s=num_experts * expert_s,
-        audit_s=num_experts * audit_s,
+        train_s=s_per_flop * work.training_flops,
+        audit_s=s_per_flop * work.audit_flops,
         timed=timed,
+        on_devices=estimate_on_devices(work),
     )
-
-
-@dataclass(frozen=True)
-class PrivateStep:
-    """What a step of private training computes, beside a plain one of `batch_size` samples.
-
-    Attributes:
-        samples: in a step, on average: units, times images, times draws.
-        slower: how many times as long a sample takes as in a plain step, by the table of ADR 0057.
-        factor: how many times as long a step takes.
-    """
-
-    samples: float
-    slower: float
-    factor: float
-
-
-def estimate_private_step(plan: Plan) -> PrivateStep:
-    """Return what a step of a plan that trains privately computes at the silo whose units have most images.
-
-    Raises:
-        ValueError: the plan does not.
-    """
-    terms = plan.expert.privacy
-    if terms is None:
-        raise ValueError("the plan does not train privately")
-    # The largest of all silos in both, so that no silo trains longer than the operator is told.
-    num_units = 0
-    images_per_unit = 0.0
-    for agreed in plan.agreed.values():
-        silo_units = agreed.units(plan.statistics.unit)
-        num_units = max(num_units, silo_units)
-        # A card states totals, so that this is an average: single units may have more images.
-        images_per_unit = max(images_per_unit, agreed.images / silo_units)
-    if plan.transform and plan.transform.slices:
-        images_per_unit *= plan.transform.slices.count  # a card counts pictures
-
-    units_in_step = min(num_units, terms.units_per_step)
-    samples = units_in_step * min(images_per_unit, terms.images_per_unit) * terms.draws
-    factor = PRIVATE_SLOWDOWN * samples / plan.expert.training.batch_size
-    return PrivateStep(samples, PRIVATE_SLOWDOWN, factor)
 
 
 def time_training(plan: Plan, seen: Tensor) -> float:

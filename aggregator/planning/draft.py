@@ -45,6 +45,7 @@ class Draft:
         images: the public images that it was fitted on, and those held out.
         sketch: what routers see of an image.
         columns: what a samples router learns from beside these images.
+        training_cards: of the silos that train, which it was drafted for.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Draft:
     images: PublicImages
     sketch: Sketch
     columns: Columns = field(default_factory=dict)
+    training_cards: Mapping[str, Card] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def draft_plan(
     if carried is not None:
         carried.check(plan)
     check_continued(plan, terms.continued)
-    return Draft(plan, folder, parts.images, parts.sketch, columns)
+    return Draft(plan, folder, parts.images, parts.sketch, columns, terms.training_cards)
 
 
 def read_terms(

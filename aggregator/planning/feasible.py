@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from aggregator.intake.screening import MIN_TRAVEL
 from aggregator.planning.recipe import Recipe
@@ -15,26 +14,10 @@ from ddm.protocol.latent import IdentityLatent
 from ddm.protocol.learning import FullAdaptation, Training
 from ddm.protocol.partition import RandomPartition
 from ddm.statistics.cost import check_statistics
+from ddm.system.findings import Finding
 from ddm.training.schedule import travel
 
 _MAX_CHARACTERS = 400  # of a list of silos in a message
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A rule that a recipe breaks.
-
-    Attributes:
-        field: the recipe's field.
-        expected: what it must be.
-        got: what it is.
-        remedy: what the operator can do.
-    """
-
-    field: str
-    expected: str
-    got: str
-    remedy: str
 
 
 def check_feasible(recipe: Recipe, cards: Mapping[str, Card]) -> None:
@@ -51,23 +34,23 @@ def check_feasible(recipe: Recipe, cards: Mapping[str, Card]) -> None:
     check_statistics(recipe.statistics, "recipe, statistics")
     for violation in find_violations(recipe, cards):
         raise SetupError(
-            f"recipe, {violation.field}",
+            f"recipe, {violation.subject}",
             expected=violation.expected,
             got=violation.got,
             remedy=violation.remedy,
         )
 
 
-def find_violations(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
+def find_violations(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Finding]:
     """Yield every rule that a recipe breaks."""
     yield from _too_few_steps(recipe)
     yield from _too_few_images(recipe, cards)
-    yield from _images_for_patients(recipe, cards)
+    yield from _unit_that_a_silo_lacks(recipe, cards)
     yield from _too_much_epsilon(recipe, cards)
     yield from _too_small_limits(recipe)
 
 
-def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
+def _too_few_steps(recipe: Recipe) -> Iterator[Finding]:
     """Find a training after which an expert still draws noise: one from random weights that can hardly move them."""
     # Intake flags experts that hardly moved from their initial weights; those that start from a base need not move far.
     is_full = isinstance(recipe.expert.adaptation, FullAdaptation)
@@ -77,8 +60,8 @@ def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
     sum_of_rates = travel(training)
     if sum_of_rates >= MIN_TRAVEL:
         return
-    yield Violation(
-        field="expert.training.num_steps",
+    yield Finding(
+        subject="expert.training.num_steps",
         expected=f"enough that an expert learns to draw: learning rates that sum to {MIN_TRAVEL:g} or more, "
         f"{_min_steps(training)} steps at these rates",
         got=f"{training.num_steps} steps, which sum to {sum_of_rates:.3g}",
@@ -100,7 +83,7 @@ def _min_steps(training: Training) -> int:
     return bisect_left(range(upper_bound), True, key=is_enough)
 
 
-def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
+def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Finding]:
     """Find silos that cannot bring the fewest images that the plan needs of each."""
     min_images = recipe.partition.min_images
     required = f"{min_images} images of each silo"
@@ -116,8 +99,8 @@ def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Viola
     if not too_small:
         return
     sizes = ", ".join(f"{silo_id} has at most {num}" for silo_id, num in too_small.items())
-    yield Violation(
-        field="partition.min_images",
+    yield Finding(
+        subject="partition.min_images",
         expected=f"at most what every silo may bring by its card: {min(too_small.values())}",
         got=f"{required}; by their cards {sizes}"[:_MAX_CHARACTERS],
         remedy="Lower partition.min_images; or agree on more images with these silos (silo enroll --images, then "
@@ -125,23 +108,48 @@ def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Viola
     )
 
 
-def _images_for_patients(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
-    """Find silos that protect patients, where the plan would protect single images."""
+def _unit_that_a_silo_lacks(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Finding]:
+    """Find silos that protect patients under a plan of images, or that have no patients under a plan of patients."""
+    unit = recipe.statistics.unit
+    protecting = [
+        silo_id for silo_id, card in cards.items() if card.limits.privacy.unit == "patient"
+    ]
+    without_patients = [silo_id for silo_id, card in cards.items() if card.agreed.patients is None]
+    give_patients = (
+        "ask the silos that state none for a new card: a patient for each image (where every image is of another "
+        "person, a name of its own for each will do), then silo enroll SITE --patients N and aggregator enroll"
+    )
     # Noise for one image would hide only a part of a patient who has several.
-    patient_silos = [silo_id for silo_id, card in cards.items() if card.unit == "patient"]
-    if patient_silos and recipe.statistics.unit == "image":
-        yield Violation(
-            field="statistics.unit",
+    if unit == "image" and protecting:
+        remedy = 'Plan with statistics.unit = "patient".'
+        if without_patients:
+            names = ", ".join(without_patients)[:_MAX_CHARACTERS]
+            remedy = f'Plan with statistics.unit = "patient", and {give_patients}: {names}.'
+        yield Finding(
+            subject="statistics.unit",
             expected='"patient", which silos protect by default',
-            got=f'"image"; by their cards {", ".join(patient_silos)} protect patients'[
+            got=f'"image"; by their cards {", ".join(protecting)} protect patients'[
                 :_MAX_CHARACTERS
             ],
-            remedy='Plan with statistics.unit = "patient". Or, where no person has two images, ask these silos for '
-            'a new card: unit = "image" under [privacy] in their policy.toml, then silo enroll and aggregator enroll.',
+            remedy=f"{remedy} Or, where no person has two images, ask the silos that protect patients for a new card: "
+            'unit = "image" under [privacy] in their policy.toml, then silo enroll and aggregator enroll.',
+        )
+    # Such a silo would accept the plan, and then find no patient of any image.
+    if unit == "patient" and without_patients:
+        remedy = f"{give_patients[0].upper()}{give_patients[1:]}."
+        if not protecting:
+            remedy = f'Plan with statistics.unit = "image". Or {give_patients}.'
+        yield Finding(
+            subject="statistics.unit",
+            expected="a unit that every silo has: its card states how many patients it may bring",
+            got=f'"patient"; the cards of {", ".join(without_patients)} state none'[
+                :_MAX_CHARACTERS
+            ],
+            remedy=remedy,
         )
 
 
-def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
+def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Finding]:
     """Find silos whose policy lets a plan spend less on router and experts together."""
     # A silo adds up what a plan spends on router and experts (silo/plan/policy.py), and so does this rule.
     router_epsilon = recipe.statistics.total.epsilon
@@ -154,13 +162,15 @@ def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Vio
         epsilon += private_training.epsilon
         spent = f"{epsilon:g}, {router_epsilon:g} for the router and {private_training.epsilon:g} for the experts"
     too_strict = {
-        silo_id: card.max_epsilon for silo_id, card in cards.items() if card.max_epsilon < epsilon
+        silo_id: card.limits.privacy.max_epsilon
+        for silo_id, card in cards.items()
+        if card.limits.privacy.max_epsilon < epsilon
     }
     if not too_strict:
         return
     limits = ", ".join(f"{silo_id} allows {limit:g}" for silo_id, limit in too_strict.items())
-    yield Violation(
-        field=field,
+    yield Finding(
+        subject=field,
         expected=f"at most what every silo lets a plan spend by its card: {min(too_strict.values()):g}",
         got=f"{spent}; by their cards {limits}"[:_MAX_CHARACTERS],
         remedy="Spend less; or agree on more with these silos (privacy.max_epsilon in their policy.toml, then silo "
@@ -168,7 +178,7 @@ def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Vio
     )
 
 
-def _too_small_limits(recipe: Recipe) -> Iterator[Violation]:
+def _too_small_limits(recipe: Recipe) -> Iterator[Finding]:
     """Find an expert that is larger than the plan would allow silos to send."""
     if isinstance(recipe.condition, TextRecipe) or not isinstance(recipe.latent, IdentityLatent):
         return  # their sizes are read from files; a silo compares them when it gets the plan
@@ -178,8 +188,8 @@ def _too_small_limits(recipe: Recipe) -> Iterator[Violation]:
         return
     expert_bytes = stored_bytes(specs)
     if expert_bytes > recipe.limits.expert_bytes:
-        yield Violation(
-            field="limits.expert_bytes",
+        yield Finding(
+            subject="limits.expert_bytes",
             expected=f"at least {expert_bytes}, as an expert of this architecture has",
             got=f"{recipe.limits.expert_bytes}",
             remedy="Raise limits.expert_bytes, or choose a smaller architecture.",

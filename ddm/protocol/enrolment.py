@@ -9,7 +9,6 @@ from ddm.protocol.base import (
     MAX_INTEGER,
     Digest,
     Document,
-    Epsilon,
     KeyText,
     Licence,
     Model,
@@ -20,6 +19,7 @@ from ddm.protocol.base import (
     Unit,
 )
 from ddm.protocol.federation import FederationDocument
+from ddm.protocol.policy import PolicyLimits
 
 Agreement = Annotated[int, Field(ge=2, le=MAX_INTEGER)]
 # The verifier key of a signed note: name+hash+key.
@@ -76,8 +76,8 @@ class AgreedSize(Model):
 class Card(FederationDocument):
     """A silo's public keys and its agreed size, sealed with its signing key as proof of possession.
 
-    `max_epsilon` is the most that its policy lets one plan spend, and `unit` what a plan has to protect there, when the
-    card was made; a silo still holds each plan against its policy.
+    `limits` is what its policy let a plan require when the card was made; a silo still holds each plan against its
+    policy.
     """
 
     format: Literal["archipelago/card/1"] = "archipelago/card/1"
@@ -87,9 +87,8 @@ class Card(FederationDocument):
         str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")
     ]
     agreed: AgreedSize
-    # For `aggregator plan`, which refuses a plan above one silo's policy before it is fitted and sent (docs/adr/0060).
-    max_epsilon: Epsilon
-    unit: Unit
+    # For `aggregator plan`, which refuses a plan above one silo's policy before it is signed and sent (docs/adr/0060).
+    limits: PolicyLimits
     created_at: Time
 
 

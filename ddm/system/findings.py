@@ -1,6 +1,7 @@
 """The problems that the checks of a machine found: what was expected, what was found, and what to do."""
 
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,15 @@ class Finding:
             error.got or "nothing usable",
             error.remedy,
         )
+
+    def indented(self, num_blanks: int) -> str:
+        """Return what was expected, what was found and what to do, one a line."""
+        lines = (
+            f"expected: {self.expected}",
+            f"found:    {self.got}",
+            f"to do:    {self.remedy}",
+        )
+        return textwrap.indent("\n".join(lines), " " * num_blanks)
 
 
 Findings = Mapping[str, tuple[Finding, ...]]
@@ -113,9 +123,7 @@ def print_findings(findings: Findings, *, as_json: bool) -> bool:
             say(f"{_MARKS[worst(problems)]} {check}")
             for problem in problems:
                 say(f"       {problem.subject}")
-                say(f"         expected: {problem.expected}")
-                say(f"         found:    {problem.got}")
-                say(f"         to do:    {problem.remedy}")
+                say(problem.indented(9))
         num_problems = sum(map(len, findings.values()))
         say(f"{len(findings)} checks, {num_problems or 'nothing'} found.")
     return "fail" not in map(worst, findings.values())

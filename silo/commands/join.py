@@ -301,7 +301,7 @@ def _settle_unit(
             if options.unit is not None or not sys.stdin.isatty():
                 error.remedy = (
                     "Give every image its patient, for example with --column patient=COLUMN. Or, if every image is "
-                    "of another person: --unit image."
+                    "of another person and the plans of this federation protect images: --unit image."
                 )
                 raise
             # Only a person knows it: two images of one patient, counted as two, would halve what protects them.

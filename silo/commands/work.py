@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -68,7 +69,14 @@ def status(
     """Show the state of the work, its progress and speed, and the next command."""
     from silo.worker.status import read_status
 
-    site_status = read_status(Site(site).require())
+    opened_site = Site(site).require()
+    site_status = read_status(opened_site)
+    plan_ahead = site_status.plan_ahead
+    if plan_ahead is not None:
+        # Takes seconds, since it loads torch: so only where a person may want to know before days of training.
+        from silo.worker.estimating import estimate_plan
+
+        site_status = replace(site_status, estimate=estimate_plan(opened_site, *plan_ahead))
     if as_json:
         say(json.dumps(site_status.as_json()))
     else:

@@ -21,7 +21,7 @@ from ddm.errors import (
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import move_into_place, read_bounded, staging_folder
 from ddm.io.locks import hold_for_reading
-from ddm.io.tensors import check_file, stored_bytes
+from ddm.io.tensors import check_file
 from ddm.io.untrusted import read_small
 from ddm.loading.earlier_plans import check_origins, read_earlier_plans
 from ddm.loading.log import read_log
@@ -167,7 +167,6 @@ def receive_plan(
         check_plan(plan, policy, silo_id=silo_id, now=now, parts=parts)
         _check_own_key(plan_id, silo_id, key, verified.silo_keys)
         _check_agreed(plan, site, silo_id)
-        _check_expert_bytes(plan)
         _check_encoder_bytes(plan, policy)
 
         # Last the contents of files, block by block, before weeks of work depend on them.
@@ -299,19 +298,6 @@ def _check_noise(accepted: AcceptedPlan) -> None:
         raise PolicyError(
             f"plan {accepted.plan.plan_id}: {error.subject}", expected=error.expected, got=error.got
         ) from error
-
-
-def _check_expert_bytes(plan: Plan) -> None:
-    """Check the architecture against the size that the plan declares, before anything of that size is allocated."""
-    specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
-    expert_bytes = stored_bytes(specs)
-    if expert_bytes > plan.limits.expert_bytes:
-        raise PolicyError(
-            f"plan {plan.plan_id}: size of an expert",
-            expected=f"at most the plan's own limit of {plan.limits.expert_bytes} bytes",
-            got=f"{expert_bytes} bytes",
-            remedy="Ask the aggregator for a plan with larger limits.expert_bytes; policy.toml cannot change it.",
-        )
 
 
 def _check_encoder_bytes(plan: Plan, policy: Policy) -> None:

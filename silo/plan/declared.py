@@ -5,9 +5,9 @@ questions about them. `silo.data.declared` compares the data with the same facts
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ddm.images.layout import row_shapes
+from ddm.limits import BrokenRule
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.classes import Classes
 from ddm.protocol.latent import Autoencoder
@@ -16,20 +16,6 @@ from ddm.protocol.plan import Plan
 from silo.config import DataPolicy, Policy
 
 _HOW = "; `silo scan SITE` says what its data are"
-
-
-class BrokenRule(NamedTuple):
-    """A rule of a site's policy that a plan breaks.
-
-    Attributes:
-        subject: what the rule is about.
-        allowed: what the policy allows.
-        required: what the plan requires.
-    """
-
-    subject: str
-    allowed: str
-    required: str
 
 
 def declared_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:

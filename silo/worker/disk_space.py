@@ -8,12 +8,8 @@ from ddm.audit.copies import NEIGHBOURS
 from ddm.audit.effort import MAX_IMAGES_PER_UNIT, NUM_ATTACKED_EXPERTS, effort_of
 from ddm.evaluation.copies import SIDE, VOLUME_SIDE
 from ddm.io.space import check_writable, require_free_space
-from ddm.io.tensors import stored_bytes
-from ddm.models import expected_tensors
-from ddm.protocol.latent import Autoencoder
-from ddm.protocol.learning import FullAdaptation, OwnAdaptation
+from ddm.planning.estimates import checkpoint_bytes, expert_bytes, plan_bytes
 from ddm.protocol.plan import Plan, max_experts_per_silo
-from ddm.statistics.of_plan import statistics_of
 from ddm.training.checkpoints import KEPT
 from silo.audit.holdout import num_holdout_units
 from silo.audit.measuring import MAX_BLURRED
@@ -23,10 +19,6 @@ from silo.data.cohort import Cohort
 from silo.plan.workspace import Workspace
 from silo.worker.jobs import jobs_of
 
-# A checkpoint holds the weights, their average and two moments of the optimizer.
-_TENSORS_OF_CHECKPOINT = 4
-# Of an image in the cohort's table.
-_ROW_BYTES = 64
 # Documents, logs, the ledger.
 _SMALL_BYTES = 1 << 20
 # Of an image whose nearest ones the audit keeps, in two spaces: distances and numbers.
@@ -48,25 +40,6 @@ def check_folders(site: Site) -> None:
     check_writable(folders)
 
 
-def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
-    """Return what one plan writes into `private/` at most, without the vectors of captions, whose length varies.
-
-    Two checkpoints of every expert stay, and a third is written beside them; where only an adaptation is trained, its
-    checkpoints are small and not counted.
-    """
-    expert = _expert_bytes(plan)
-    checkpoint = _checkpoint_bytes(plan)
-    experts = max_experts_per_silo(plan) * (expert + KEPT * checkpoint) + checkpoint
-    # Each statistic is kept as it was drawn and as it leaves.
-    statistics = 0
-    for statistic in statistics_of(plan.statistics).values():
-        statistics += 2 * stored_bytes(statistic.tensor_specs(num_units))
-    latents = 0
-    if isinstance(plan.latent, Autoencoder):
-        latents = _FLOAT_BYTES * math.prod(plan.expert_shape) * num_images
-    return experts + statistics + latents + _ROW_BYTES * num_images + _SMALL_BYTES
-
-
 def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     """Return what the leak audit writes besides at most, of one expert at a time; 0 where it is inconclusive anyway.
 
@@ -84,9 +57,7 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     )
     num_samples = effort.num_samples
     thumbnail_values = _thumbnail_values(plan)
-    trained = (NUM_ATTACKED_EXPERTS - 1) * _expert_bytes(plan) + (KEPT + 1) * _checkpoint_bytes(
-        plan
-    )
+    trained = (NUM_ATTACKED_EXPERTS - 1) * expert_bytes(plan) + (KEPT + 1) * checkpoint_bytes(plan)
     samples = _FLOAT_BYTES * num_samples * (thumbnail_values + plan.encoder.dim)
     neighbours = _NEIGHBOURS_BYTES * (num_samples + MAX_IMAGES_PER_UNIT * num_held + MAX_BLURRED)
     # Scores of members and of units held out.
@@ -116,24 +87,10 @@ def job_bytes(plan: Plan, num_images: int) -> int:
     A copy of what experts learn, and another of what the audit's own expert learns; weights and checkpoints, and the
     public expert that training starts from.
     """
-    expert = _expert_bytes(plan)
-    checkpoint = _checkpoint_bytes(plan)
+    checkpoint = checkpoint_bytes(plan)
     images = 2 * (_FLOAT_BYTES * math.prod(plan.expert_shape) + 8) * num_images
-    experts = max_experts_per_silo(plan) * (2 * expert + KEPT * checkpoint) + checkpoint
+    experts = max_experts_per_silo(plan) * (2 * expert_bytes(plan) + KEPT * checkpoint) + checkpoint
     return images + experts + _SMALL_BYTES
-
-
-def _expert_bytes(plan: Plan) -> int:
-    return stored_bytes(
-        expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
-    )
-
-
-def _checkpoint_bytes(plan: Plan) -> int:
-    """Return the size of a checkpoint; those of adaptations are small and not counted."""
-    if isinstance(plan.expert.adaptation, FullAdaptation | OwnAdaptation):
-        return _TENSORS_OF_CHECKPOINT * _expert_bytes(plan)
-    return 0
 
 
 def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) -> None:

@@ -1,12 +1,12 @@
 """How far a site's work is: what is done, what goes on, what comes next, and the command to type for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ddm.errors import ArchipelagoError
 from ddm.io.locks import is_locked
 from ddm.protocol.base import now_utc
-from ddm.system.console import human_seconds
+from ddm.system.console import human_bytes, human_seconds
 from silo.audit.document import read_report
 from silo.config import AUDIT_REPORT, Site
 from silo.plan.consent import is_accepted, read_waiting
@@ -26,6 +26,7 @@ _WORK: tuple[StateName, ...] = (
     "audited",
     "released",
 )
+_BEFORE_TRAINING: tuple[StateName, ...] = ("plan_accepted", "scanned", "assigned")
 # What was done when a state is entered.
 _DONE: Mapping[StateName, str] = {
     "scanned": "images read and counted",
@@ -57,6 +58,44 @@ _AHEAD: Mapping[StateName, int] = {
 
 
 @dataclass(frozen=True)
+class TrainingTime:
+    """Seconds of a plan's training on one device, and of its leak audit."""
+
+    train_s: float
+    audit_s: float
+
+
+@dataclass(frozen=True)
+class PlanEstimate:
+    """What a plan will take at this site, estimated before its training begins.
+
+    Attributes:
+        memory_bytes: of a training step.
+        disk_bytes: that the plan writes into `private/`, without the audit's files and transformed images.
+        times: on this machine, and on named devices by their published rates.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    times: Mapping[str, TrainingTime]
+
+    def lines(self) -> list[str]:
+        """Describe it, one thing a line."""
+        lines = [
+            "  before it trains, estimated:",
+            f"    memory of a training step: {human_bytes(self.memory_bytes)}",
+            f"    disk: {human_bytes(self.disk_bytes)}, without the audit's files and transformed images",
+        ]
+        for device, duration in self.times.items():
+            line = f"    training on {device}: about {human_seconds(duration.train_s)}"
+            if duration.audit_s:
+                line += f", leak audit {human_seconds(duration.audit_s)}"
+            lines.append(line)
+        lines.append("    (named devices by published rates, not measured)")
+        return lines
+
+
+@dataclass(frozen=True)
 class SiteStatus:
     """A site at one moment. For its operator alone: it holds loss, speed and numbers of images.
 
@@ -68,6 +107,7 @@ class SiteStatus:
         pause: that is in force.
         note: of the present stage; None where there is no fresh one.
         audit: what the leak audit of the plan in work found: its verdict and the reason; None before it did.
+        estimate: of a plan whose training has not begun; None where nobody asked for it.
     """
 
     silo_id: str
@@ -77,6 +117,20 @@ class SiteStatus:
     pause: Pause | None
     note: ProgressNote | None
     audit: tuple[str, str] | None
+    estimate: PlanEstimate | None = None
+
+    @property
+    def plan_ahead(self) -> tuple[str, str] | None:
+        """The plan whose training has not begun, by id and digest; None where there is none."""
+        waiting_plan = self.circumstances.waiting_plan
+        if waiting_plan is not None:
+            return waiting_plan.plan_id, waiting_plan.plan_digest
+        state = self.state
+        if state.plan_id is None or state.plan_digest is None:
+            return None
+        if state.state not in _BEFORE_TRAINING:
+            return None
+        return state.plan_id, state.plan_digest
 
     @property
     def situation(self) -> Situation:
@@ -108,6 +162,7 @@ class SiteStatus:
             "paused": pause,
             "progress": progress,
             "audit": audit,
+            "estimate": asdict(self.estimate) if self.estimate else None,
             "now": situation.now,
             "needs": situation.needs,
             "person": situation.person,
@@ -122,6 +177,8 @@ class SiteStatus:
             heading += f", plan {state.plan_id}"
         lines = [heading]
         lines += self._work_lines()
+        if self.estimate:
+            lines += self.estimate.lines()
         lines += situation_lines(self.situation, state, self.circumstances)
         return "\n".join(lines)
 

@@ -310,11 +310,6 @@ class Worker:
         return plan_digest is not None and not is_accepted(self.site, plan_digest)
 
     def _receive_plan(self, plan_id: str) -> AcceptedPlan:
-        engine = self.settings.training
-        # A batch in parts needs less memory at once, so that the estimate of a plan's memory depends on it.
-        parts_of_batch = engine.accumulate
-        if isinstance(engine.processes, int):
-            parts_of_batch *= engine.processes
         return receive_plan(
             self.site,
             plan_id,
@@ -323,7 +318,7 @@ class Worker:
             key=self.key.public,
             max_bytes=self.settings.max_bundle_bytes,
             now=now_utc(),
-            parts=parts_of_batch,
+            parts=self.settings.batch_parts,
         )
 
     def _begin_plan(self, accepted: AcceptedPlan) -> None:

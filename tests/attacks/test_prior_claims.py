@@ -250,13 +250,14 @@ def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(
     assert take_inventory(tiny.federation).counted_units == {"west": 100}
 
 
-def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(
+def test_patients_are_bounded_by_the_number_that_each_card_states(
     tiny: TinyFederation,
 ) -> None:
-    site = tiny.sites["west"]
-    card = tiny.path / "west.card.json"
-    card.write_bytes(make_card(site, tiny.key("west"), images=AGREED, patients=20))
-    enroll_silo(tiny.federation, card)
+    for silo_id, patients in {"east": AGREED, "north": AGREED, "west": 20}.items():
+        card = tiny.path / f"{silo_id}.card.json"
+        sealed = make_card(tiny.sites[silo_id], tiny.key(silo_id), images=AGREED, patients=patients)
+        card.write_bytes(sealed)
+        enroll_silo(tiny.federation, card)
     planned(tiny, router={"kind": "counts"}, statistics=TOTAL | {"unit": "patient"})
     assert sent(tiny, east=AGREED, north=AGREED + 1, west=21).keys() == {"east"}
     reasons = {entry.record.silo_id: entry.record.reasons for entry in waiting(tiny)}

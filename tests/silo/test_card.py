@@ -42,7 +42,7 @@ def stated(site: Site, key: SigningKey, **numbers: int) -> AgreedSize:
     )
     assert signer == key.public
     card = Card.parse(payload, subject="card")
-    assert card.max_epsilon == site.policy().privacy.max_epsilon
+    assert card.limits.privacy.max_epsilon == site.policy().privacy.max_epsilon
     return card.agreed
 
 
@@ -81,7 +81,10 @@ def test_card_of_a_site_that_protects_patients_counts_them(
         stated(site, key)
     hold(tiny, **cohort(100, 0.0, 1, patients=True))
     assert stated(site, key) == AgreedSize(images=128, patients=64)
-    assert Card.parse(site.card_path.read_bytes(), subject="card.json").unit == "patient"
+    assert (
+        Card.parse(site.card_path.read_bytes(), subject="card.json").limits.privacy.unit
+        == "patient"
+    )
     assert stated(site, key, images=110, patients=40) == AgreedSize(images=110, patients=40)
 
 

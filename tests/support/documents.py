@@ -6,7 +6,7 @@ from typing import Any
 
 from ddm.protocol.base import now_utc
 
-AGREED = {"images": 1024, "patients": None}
+AGREED = {"images": 1024, "patients": 1024}
 
 
 def plan_document(**changes: object) -> dict[str, Any]:

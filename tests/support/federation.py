@@ -30,6 +30,7 @@ from ddm.io.settings import save_settings
 from ddm.planning.networks import open_networks, open_networks_beside
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.protocol.policy import PolicyLimits, PrivacyLimits
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Waiver
 from ddm.publishing.keys import load_key
@@ -49,6 +50,8 @@ POLICY: dict[str, Any] = {
     "audit": {"required": True},
     "approval": {"kind": "policy", "carry_over": True},
 }
+
+ALL_EPSILON = PrivacyLimits(unit="image", max_epsilon=1000.0)
 
 
 def recipe(**changes: object) -> Recipe:
@@ -171,7 +174,8 @@ class TinyFederation:
         """Make the site of a silo and enroll it, before the first plan or late; `index` chooses its images."""
         data = self.path / f"{silo_id}.npz"
         np.savez(data, **cohort(size, index - 0.5, seed=index, patients=patients))  # type: ignore[arg-type]
-        self.join_with(silo_id, data)
+        # At most one patient an image, so that the card bounds nothing that a test may ask for.
+        self.join_with(silo_id, data, max_patients=size if patients else None)
 
     def join_with(
         self,
@@ -179,6 +183,7 @@ class TinyFederation:
         data: Path,
         policy: dict[str, object] | None = None,
         ledger: LedgerSettings | None = None,
+        max_patients: int | None = None,
     ) -> None:
         """Make the site of a silo that has its own data, and enroll it."""
         root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
@@ -193,10 +198,10 @@ class TinyFederation:
         )
         key = init_site(site, setup, invitation, PASSPHRASE)
         write_policy(site, policy or POLICY)
-        make_card(site, key)
+        make_card(site, key, patients=max_patients)
         # The card allows every plan, because tests give sites other policies afterwards.
         card = Card.parse(site.card_path.read_bytes(), subject="card.json").model_copy(
-            update={"max_epsilon": 1000.0, "unit": "image"}
+            update={"limits": PolicyLimits(privacy=ALL_EPSILON)}
         )
         (self.path / f"{silo_id}.card.json").write_bytes(seal(card.encode(), CARD_KIND, key))
         enroll_silo(self.federation, self.path / f"{silo_id}.card.json")

@@ -21,6 +21,7 @@ from ddm.planning.fit import PublicImages
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card, KeyRotation, RotatedCard
 from ddm.protocol.plan import Plan
+from ddm.protocol.policy import PolicyLimits, PrivacyLimits
 from ddm.publishing.keys import load_key
 from ddm.routers.sketch import Sketch
 from ddm.trust.drafts import Holders
@@ -30,7 +31,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.paths import KEY_HISTORY
 from ddm.trust.repository import Repository
 from ddm.trust.silo_role import sign_silo_metadata
-from tests.support.documents import plan_document, to_bytes
+from tests.support.documents import AGREED, plan_document, to_bytes
 
 PASSPHRASE = b"correct horse"
 SILOS = ("east", "north")
@@ -104,9 +105,8 @@ class KeyedFederation:
             silo_id=silo_id,
             signing_key=str(self.silos[silo_id].public),
             node_key=node,
-            agreed=AgreedSize(images=1024),
-            max_epsilon=8.0,
-            unit="image",
+            agreed=AgreedSize.model_validate(AGREED),
+            limits=PolicyLimits(privacy=PrivacyLimits(unit="image")),
             created_at=now_utc(),
         )
         path = self.path / f"{silo_id}.card.json"

@@ -203,8 +203,7 @@ def card_document() -> dict[str, Any]:
         "signing_key": str(KEY.public),
         "node_key": "ecdsa-sha2-nistp256 AAAAE2VjZHNh",
         "agreed": {"images": 1024, "patients": 256},
-        "max_epsilon": 8.0,
-        "unit": "patient",
+        "limits": {"privacy": {"unit": "patient", "max_epsilon": 8.0}},
         "created_at": _WHEN,
     }
 

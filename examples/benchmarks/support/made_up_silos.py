@@ -26,6 +26,7 @@ from ddm.privacy.noise import OS_NOISE
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card
 from ddm.protocol.plan import Plan
+from ddm.protocol.policy import PolicyLimits, PrivacyLimits
 from ddm.protocol.statistics import SubmittedStatistic
 from ddm.protocol.submission import (
     Approval,
@@ -103,8 +104,7 @@ class MadeUpSilo:
         card = Card(
             root_digest=root_digest,
             agreed=AgreedSize(images=self.num_images),
-            max_epsilon=8.0,
-            unit="image",
+            limits=PolicyLimits(privacy=PrivacyLimits(unit="image")),
             silo_id=self.silo_id,
             signing_key=str(self.key.public),
             node_key=node_key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode(),

@@ -31,6 +31,7 @@ from ddm.errors import (
 )
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card
+from ddm.protocol.policy import PolicyLimits, PrivacyLimits
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import PublicKey, SigningKey
 from tests.support.errors import has_subject
@@ -74,8 +75,7 @@ def write_card(
         signing_key=signing_key,
         node_key=node,
         agreed=agreed,
-        max_epsilon=8.0,
-        unit="image",
+        limits=PolicyLimits(privacy=PrivacyLimits(unit="image")),
         created_at=now_utc(),
     )
     path = folder / f"{silo_id}.card.json"

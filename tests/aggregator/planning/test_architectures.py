@@ -105,7 +105,9 @@ def test_expert_too_large_to_try_is_estimated_and_a_small_one_is_timed(
         == 4 * num_parameters(empty(Dit(**sizes), small.expert_shape))
     )
     assert large.train_s > 100 * timed.train_s
-    assert large.training_bytes > 6 * large.expert_bytes > large.sampling_bytes > large.expert_bytes
+    assert (
+        large.work.memory_bytes > 6 * large.expert_bytes > large.sampling_bytes > large.expert_bytes
+    )
 
 
 def test_flops_are_written_for_people() -> None:

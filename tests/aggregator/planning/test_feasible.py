@@ -14,26 +14,29 @@ from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import check_signable
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.locks import locked
-from ddm.protocol.base import now_utc
+from ddm.protocol.base import Unit, now_utc
 from ddm.protocol.enrolment import AgreedSize, Card
+from ddm.protocol.policy import PolicyLimits, PrivacyLimits
 from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
 from tests.support.federation import make_draft, recipe
 
 
-def card(silo_id: str, images: int, **policy: Any) -> Card:
-    """A silo's card, with the strictest policy that the small recipe fits unless `policy` changes it."""
+def card(
+    silo_id: str, images: int, patients: int | None = None, *, unit: Unit = "image", **privacy: Any
+) -> Card:
+    """A silo's card, with the strictest policy that the small recipe fits unless `privacy` changes it."""
+    limits = PrivacyLimits(unit=unit, **{"max_epsilon": 1000.0} | privacy)
     fields: dict[str, Any] = {
         "root_digest": "f" * 64,
         "silo_id": silo_id,
         "signing_key": f"ed25519:{'0' * 64}",
         "node_key": "ecdsa-sha2-nistp256 AAAA",
-        "agreed": AgreedSize(images=images),
-        "max_epsilon": 1000.0,
-        "unit": "image",
+        "agreed": AgreedSize(images=images, patients=patients),
+        "limits": PolicyLimits(privacy=limits),
         "created_at": now_utc(),
     }
-    return Card(**fields | policy)
+    return Card(**fields)
 
 
 CARDS = {"east": card("east", 64, max_epsilon=8.0), "north": card("north", 128)}
@@ -92,7 +95,7 @@ def test_more_epsilon_than_a_card_lets_a_plan_spend_is_refused_with_the_silos_th
     None
 ):
     usual = recipe()
-    assert usual.statistics.total.epsilon == CARDS["east"].max_epsilon
+    assert usual.statistics.total.epsilon == CARDS["east"].limits.privacy.max_epsilon
     private = {
         "kind": "dp_sgd",
         "epsilon": 4.0,
@@ -120,13 +123,35 @@ def test_plan_of_images_is_refused_with_the_silos_whose_cards_say_that_they_prot
     by_patient = changed("statistics", unit="patient")
     assert by_image.statistics.unit == "image"
     units = {"east": "patient", "north": "image"}
-    cards = {name: card(name, 64, unit=unit) for name, unit in units.items()}
+    cards = {name: card(name, 64, 32, unit=unit) for name, unit in units.items()}
     with pytest.raises(SetupError, check=has_subject("recipe, statistics.unit")) as raised:
         check_feasible(by_image, cards)
     assert "east" in str(raised.value.got) and "north" not in str(raised.value.got)
     check_feasible(by_patient, cards)
     del cards["east"]
     check_feasible(by_image, cards)
+
+
+def test_plan_of_patients_is_refused_with_the_silos_whose_cards_state_none() -> None:
+    """Their images would count as as many patients, who do not exist, and their sites would stop at the first one."""
+    by_patient = changed("statistics", unit="patient")
+    cards = {"east": card("east", 64, 32), "north": card("north", 64)}
+    with pytest.raises(SetupError, check=has_subject("recipe, statistics.unit")) as raised:
+        check_feasible(by_patient, cards)
+    assert "north" in str(raised.value.got) and "east" not in str(raised.value.got)
+    assert 'statistics.unit = "image"' in raised.value.remedy
+    check_feasible(changed("statistics", unit="image"), cards)
+    check_feasible(by_patient, cards | {"north": card("north", 64, 64)})
+
+
+def test_no_unit_is_advised_that_another_silo_lacks() -> None:
+    cards = {"east": card("east", 64, 32, unit="patient"), "north": card("north", 64)}
+    for unit in ("image", "patient"):
+        with pytest.raises(SetupError, check=has_subject("recipe, statistics.unit")) as raised:
+            check_feasible(changed("statistics", unit=unit), cards)
+        assert "silo enroll SITE --patients" in raised.value.remedy, unit
+    # What the remedy says, done: the plan of patients can work.
+    check_feasible(changed("statistics", unit="patient"), cards | {"north": card("north", 64, 64)})
 
 
 def test_expert_that_is_larger_than_the_plan_lets_silos_send_is_refused() -> None:

@@ -184,7 +184,7 @@ def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_tog
     published_once: PublishedRelease, tmp_path: Path
 ) -> None:
     parts = {
-        "unit": "patient",
+        "unit": "image",
         "total": {"epsilon": 9.0, "delta": 1e-5},
         "counts": {"epsilon": 1.0, "num_groups": 4},
         "class_counts": {"epsilon": 0.5, "num_classes": 3},
@@ -199,7 +199,7 @@ def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_tog
         for line in text.splitlines()
         if line.strip()
     }
-    assert "epsilon 9, delta 1e-05 per patient, replace-one" in lines["total, stated"]
+    assert "epsilon 9, delta 1e-05 per image, replace-one" in lines["total, stated"]
     assert f"epsilon {composed:.4g} at that delta" in lines["total, composed"]
     assert composed < 4.5  # composed, not added up
     assert "epsilon 1, 4 public groups" in lines["counts"]

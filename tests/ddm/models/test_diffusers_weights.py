@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddm.encoders.timm import import_torchvision
 from ddm.errors import SetupError, TensorFileError
 from ddm.models import build_expert
 from ddm.models.base_weights import fit_base
@@ -73,7 +72,6 @@ SD3_SIZES = {
 
 @pytest.fixture(scope="module")
 def diffusers() -> Any:
-    import_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = pytest.importorskip(

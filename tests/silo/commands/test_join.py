@@ -115,9 +115,11 @@ def test_images_without_patients_wait_for_a_person_to_say_whom_they_show(joining
     assert refused.code == 7
     assert "--unit image" in refused.err
     assert not (joining.site.path / "silo.toml").exists()
-    assert joining.unattended("--unit", "image").code == 0
+    joined = joining.unattended("--unit", "image")
+    assert joined.code == 0
+    assert 'statistics.unit = "image" alone' in joined.out
     assert joining.site.policy().privacy.unit == "image"
-    assert joining.site.card().unit == "image"
+    assert joining.site.card().limits.privacy.unit == "image"
 
 
 def test_person_at_a_terminal_is_asked_for_all_that_no_option_says(

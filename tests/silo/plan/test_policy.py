@@ -148,9 +148,19 @@ def rules_broken_by(required_plan: Plan, policy: Policy = ALLOWED) -> dict[str, 
 def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> None:
     by_patient = ordinary_policy(Policy.model_validate({"privacy": {"unit": "patient"}}))
     assert "say nothing about a patient" in rules_broken_by(plan(), by_patient)["privacy unit"][1]
-    assert not rules_broken_by(plan_with_statistics(unit="patient"), by_patient)
+    of_patients = plan_with_statistics(unit="patient")
+    assert not rules_broken_by(of_patients, by_patient)
     # what protects patients protects their images
-    assert not rules_broken_by(plan_with_statistics(unit="patient"))
+    assert not rules_broken_by(of_patients)
+
+
+def test_policy_refuses_a_plan_of_patients_at_a_site_whose_card_states_none() -> None:
+    """It would be accepted, and stop at the first image without a patient."""
+    document = plan_document()
+    document["statistics"]["unit"] = "patient"
+    document["agreed"]["north"] = {"images": 1024, "patients": None}
+    without_patients = Plan.parse(to_bytes(document), subject="plan.json")
+    assert rules_broken_by(without_patients).keys() == {"privacy unit"}
 
 
 def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figures() -> None:

@@ -8,13 +8,14 @@ import torch
 
 from ddm.errors import DiskError
 from ddm.io.settings import save_settings
+from ddm.planning.estimates import plan_bytes
 from ddm.training.config import TrainingSettings
 from ddm.training.inputs import write_inputs
 from ddm.training.job import JobFolder
 from silo.config import Policy, Site
 from silo.plan.acceptance import load_accepted
 from silo.plan.workspace import open_workspace
-from silo.worker.disk_space import audit_bytes, job_bytes, plan_bytes
+from silo.worker.disk_space import audit_bytes, job_bytes
 from silo.worker.state import State
 from silo.worker.worker import Worker
 from tests.support.federation import POLICY, PlannedFederation, TinyFederation, recipe, write_policy

@@ -6,14 +6,21 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ddm.footprint import training_bytes
+from ddm.planning.devices import DEVICES
+from ddm.planning.estimates import expert_bytes
+from ddm.system.console import run_app
 from ddm.system.processes import program
 from ddm.training.loop import Progress
 from ddm.training.state import TrainingState
+from silo.cli import app
 from silo.config import Site
+from silo.plan.acceptance import load_accepted
 from silo.worker.pause import is_halted, pause, present_pause, resume
 from silo.worker.progress import ProgressMeter, read_note
 from silo.worker.state import State, load_state, save_state, state_path
@@ -202,6 +209,30 @@ def test_loss_and_speed_stay_in_the_private_folder(
     changed = work(other, "released")
     assert changed.private == ["7.5"] * len(changed.private) != spy.private
     assert changed.sent == spy.sent
+
+
+def test_status_command_estimates_time_memory_and_disk_until_training_begins(
+    planned: PlannedFederation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny, plan_id = planned
+    site = tiny.sites[SILO]
+
+    def shown() -> dict[str, Any]:
+        with pytest.raises(SystemExit) as left:
+            run_app(app, ["status", str(site.path), "--json"])
+        assert not left.value.code
+        return dict(json.loads(capsys.readouterr().out))
+
+    state = tiny.work(SILO, until="scanned")
+    save_state(state_path(site.private), state)
+    estimate = shown()["estimate"]
+    plan = load_accepted(site, plan_id, state.plan_digest or "").plan
+    assert estimate["memory_bytes"] == training_bytes(plan)
+    assert estimate["disk_bytes"] > expert_bytes(plan)
+    assert [*estimate["times"]][1:] == [device.name for device in DEVICES]
+    assert all(duration["train_s"] > 0 for duration in estimate["times"].values())
+    save_state(state_path(site.private), tiny.work(SILO, until="training"))
+    assert shown()["estimate"] is None
 
 
 def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
