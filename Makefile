@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock audit sbom wheelhouse clean
+.PHONY: help setup demo digits demo-compare check fix test test-slow coverage bench docs lock audit sbom wheelhouse clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -65,6 +65,9 @@ $(STAMP): pyproject.toml requirements.lock torch.lock torch-cpu.lock $(if $(TORC
 
 demo: $(STAMP)  ## Run the three-silo federation on real digits; results in build/demo.
 	@$(BIN)/python examples/digits_three_silos/run.py --out build/demo
+
+digits: $(STAMP)  ## Write the images of the tutorial to build/tutorial/data.
+	@$(BIN)/python examples/digits_three_silos/make_data.py --out build/tutorial/data
 
 demo-compare: $(STAMP)  ## Compare the demo's routers and strategies with a non-private reference.
 	@$(BIN)/python examples/digits_three_silos/compare.py --out build/demo

@@ -5,7 +5,6 @@ Scripts of the folders beside this file find it by `sys.path`.
 
 import json
 import os
-import secrets
 import shlex
 import shutil
 import signal
@@ -19,7 +18,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ddm.io.modes import keep_private, private_folder
+from ddm.protocol.base import sha256_file
 from ddm.system.processes import Child, free_port, spawn, terminate_all
+from ddm.trust.comparison import CodeSubject, comparison_code
+from silo.config import Site
 
 BIN = Path(sys.executable).parent
 _MARKER = ".archipelago-demo"
@@ -81,15 +83,44 @@ class Demo:
             raise DemoError(done.stderr.strip(), done.returncode)
         return done.stdout
 
-    def waive(self, silos: Sequence[str], reason: str) -> None:
-        """Let the experts of these silos leave although the audit of so few images cannot tell, for this plan alone."""
-        digest = json.loads((self.out / "fed" / "plans" / "current.json").read_text())[
-            "plan_digest"
-        ]
-        until = (datetime.now(UTC) + timedelta(days=30)).date()
+    @property
+    def root(self) -> Path:
+        """The federation's root of trust, which silos and researchers compare by its code."""
+        return self.out / "fed" / "tuf" / "metadata" / "1.root.json"
+
+    def join(self, silo: str, data: Path, *options: object) -> None:
+        """Join a silo, whose operator was told the code of the root."""
+        code = comparison_code(sha256_file(self.root), CodeSubject.ROOT)
+        self.call("silo", "join", self.out / silo, "--data", data,
+                  "--invitation", self.out / "fed" / "invitation.json", "--code", code,
+                  "--new-passphrase-file", self.out / f"{silo}.pass", "--yes", *options)  # fmt: skip
+
+    def enroll(self, silos: Sequence[str]) -> None:
+        """Enroll silos, whose operators read out the codes of their cards."""
+        cards = [self.out / f"{silo}.card.json" for silo in silos]
+        options = []
         for silo in silos:
-            self.call("silo", "waive", self.out / silo, "--role", "demo operator", "--reason", reason,
-                      "--until", until, "--plan-digest", digest)  # fmt: skip
+            code = comparison_code(Site(self.out / silo).card().digest, CodeSubject.CARD)
+            options += ["--code", f"{silo}={code}"]
+        self.call("aggregator", "enroll", self.out / "fed", *cards, *options)
+
+    def waive(self, silos: Sequence[str], reason: str) -> None:
+        """Let experts leave although the audit of so few images cannot tell, for the plan that these silos work on."""
+        for silo in silos:
+            while self.status(silo)["state"] == "waiting":
+                self.watch(1.0)
+        until = (datetime.now(UTC) + timedelta(days=30)).date()
+        sites = [self.out / silo for silo in silos]
+        self.call(
+            "silo", "waive", *sites, "--role", "demo operator", "--reason", reason, "--until", until
+        )
+
+    def status(self, silo: str) -> dict[str, object]:
+        """Return what `silo status` says of a silo."""
+        status: dict[str, object] = json.loads(
+            self.ask("silo", "status", self.out / silo, "--json")
+        )
+        return status
 
     def start(self, program: str, *arguments: object) -> None:
         """Start a command beside this one; its output is shown by `watch` and `wait`."""
@@ -193,12 +224,6 @@ def run_demo(out: Path, act: Callable[[Demo], None], again: str) -> int:
         )
         return 128 + int(interruption.args[0] if interruption.args else signal.SIGINT)
     return 0
-
-
-def write_passphrase(path: Path) -> None:
-    """Make a passphrase in a file that only its owner reads."""
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_urlsafe(24) + "\n")
 
 
 @contextmanager

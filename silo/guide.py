@@ -21,9 +21,14 @@ _PAGE_END_S = 10.0
 
 
 @contextmanager
-def guide_at_terminal(site: Site) -> Iterator["TerminalGuide | None"]:
-    """Yield a guide where `silo run` has a terminal in the foreground; None for a service and a background job."""
-    if not has_terminal():
+def guide_at_terminal(site: Site, *, always: bool = False) -> Iterator["TerminalGuide | None"]:
+    """Yield a guide where `silo run` has a terminal in the foreground; None for a service and a background job.
+
+    Args:
+        site: the silo's folder.
+        always: whether there is a guide without a terminal too; it says what the work needs, and reads no key.
+    """
+    if not has_terminal() and not always:
         yield None
         return
     guide = TerminalGuide(site)
@@ -111,7 +116,7 @@ class TerminalGuide:
 
 
 def _may_review(state: State, situation: Situation) -> bool:
-    return state.state == "awaiting_approval" and situation.person == "silo"
+    return state.state == "awaiting_approval" and situation.person == "silo" and has_terminal()
 
 
 def _has_line() -> bool:

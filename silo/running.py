@@ -79,15 +79,21 @@ class Narrator:
         return ""
 
 
-def run_worker(site: Site, key: SigningKey) -> State:
-    """Run the worker alone, as a service of its own user."""
-    with stop_on_signals() as stop, guide_at_terminal(site) as guide:
+def run_worker(site: Site, key: SigningKey, *, wait: bool = False) -> State:
+    """Run the worker alone, as a service of its own user; with `wait` it waits for a waiver without a terminal too."""
+    with stop_on_signals() as stop, guide_at_terminal(site, always=wait) as guide:
         worker = Worker(site, key, Narrator(site), site.isolation, stop, on_wait=guide)
         return worker.run()
 
 
-def run_both(site: Site, key: SigningKey) -> State:
-    """Run worker and courier; after the receipt the courier stays a moment, so that its answer arrives."""
+def run_both(site: Site, key: SigningKey, *, wait: bool = False) -> State:
+    """Run worker and courier; after the receipt the courier stays a moment, so that its answer arrives.
+
+    Args:
+        site: the silo's folder.
+        key: its signing key.
+        wait: whether to wait for a waiver without a terminal too, instead of ending.
+    """
     # The courier comes first: it may fail for want of a key or of rights, which should show before the worker begins.
     with make_courier(site) as courier, stop_on_signals() as stop, ExitStack() as stack:
         # Before signals act again: a second Ctrl-C changes nothing.
@@ -97,7 +103,7 @@ def run_both(site: Site, key: SigningKey) -> State:
         watch.start()
         try:
             # In one process tree there is no boundary, whoever owns the folders.
-            with guide_at_terminal(site) as guide:
+            with guide_at_terminal(site, always=wait) as guide:
                 worker = Worker(site, key, Narrator(site), "none", stop, on_wait=guide)
                 state = _run_to_end(worker, stop)
         finally:

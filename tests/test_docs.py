@@ -584,3 +584,42 @@ def test_each_row_of_the_threat_model_names_a_test_that_exists() -> None:
             path, _, test = row[4].strip("`").partition("::")
             assert test in functions_of(path)
     assert len({tuple(row) for row in rows}) == len(rows)
+
+
+# The tutorial
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+MAX_COMMANDS = 18
+
+
+def commands_to_the_grid() -> list[str]:
+    """What a reader of the tutorial types, from the clone to the first grid of samples."""
+    blocks = re.findall(r"^```console\n(.*?)^```", TUTORIAL.read_text("utf-8"), re.M | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    ending = [command.startswith("ddm sample ") for command in commands].index(True)
+    return commands[: ending + 1]
+
+
+def test_tutorial_leads_from_the_clone_to_a_grid_in_few_commands() -> None:
+    commands = commands_to_the_grid()
+    assert commands[0].startswith("git clone ")
+    assert len(commands) <= MAX_COMMANDS
+    # Loops and chains would be several commands in one line.
+    unquoted = [re.sub(r'"[^"]*"', "", command) for command in commands]
+    assert not [command for command in unquoted if re.search(r"^for |;|&&|\|", command)]
+    assert f"{len(commands)} commands lead from a clone" in TUTORIAL.read_text("utf-8")
+
+
+def test_demo_runs_the_commands_of_the_tutorial() -> None:
+    source = "".join(
+        (ROOT / "examples" / name).read_text("utf-8")
+        for name in ("shell.py", "digits_three_silos/run.py")
+    )
+    typed = {tuple(command.split()[:2]) for command in commands_to_the_grid()}
+    ours = {words for words in typed if words[0] in PROGRAMS}
+    assert ("silo", "join") in ours
+    for program, verb in ours:
+        assert re.search(rf'"{program}",\s*"{verb}"', source), (
+            f"the demo never runs {program} {verb}"
+        )

@@ -81,7 +81,9 @@ def main() -> int:
 def compare(out: Path, silos: Sequence[str]) -> dict[str, object]:
     """Measure the routers on held-out images, and the strategies by the silos that their samples resemble."""
     torch.set_num_threads(2)
-    release = open_release(out / "release", root=out / "root.json", state=None)
+    release = open_release(
+        out / "release", root=out / "fed" / "tuf" / "metadata" / "1.root.json", state=None
+    )
     federation = Federation(out / "fed")
     inventory = take_inventory(federation)
     ensemble = load_ensemble(release)

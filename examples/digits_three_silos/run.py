@@ -4,15 +4,13 @@ Reads like the transcript in docs/tutorial.md. Every command that is printed can
 """
 
 import argparse
-import json
-import shutil
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
-from shell import Demo, run_demo, timed, write_passphrase  # noqa: E402
+from shell import Demo, run_demo, timed  # noqa: E402
 from summary import SILOS, summarise, write_summary  # noqa: E402
 
 PERSON = "north"
@@ -53,23 +51,19 @@ def run(demo: Demo, port: int, recipe: Path) -> None:
         demo.call(sys.executable, HERE / "make_data.py", "--out", out / "data")
         set_up_aggregator(demo, port)
         for silo in SILOS:
-            set_up_silo(demo, silo)
+            policy = "policy_person.toml" if silo == PERSON else "policy_automatic.toml"
+            demo.join(silo, out / "data" / f"{silo}.npz", "--policy", HERE / policy)
+        demo.enroll(SILOS)
     with timed(stages, "plan"):
         public = out / "data" / "public.npz"
         demo.call(
             "aggregator", "plan", out / "fed", "--recipe", recipe, "--public", public, "--yes"
         )
-        demo.waive(SILOS, "the digits are public; there is nobody to protect")
     with timed(stages, "train and collect"):
         processes = federate(demo)
-    with timed(stages, "router"):
-        demo.call("aggregator", "router", out / "fed")
-    with timed(stages, "publish"):
-        demo.call("aggregator", "publish", out / "fed", "--out", out / "release")
+    with timed(stages, "release"):
+        demo.call("aggregator", "release", out / "fed", "--out", out / "release")
     with timed(stages, "verify and sample"):
-        demo.call(
-            "ddm", "verify", out / "release", "--root", out / "root.json", "--state", out / "state"
-        )
         sample(demo)
     with timed(stages, "summary"):
         summary = summarise(out, SILOS)
@@ -84,10 +78,8 @@ def run(demo: Demo, port: int, recipe: Path) -> None:
 
 
 def set_up_aggregator(demo: Demo, port: int) -> None:
-    """Make the federation; its root of trust and the key of `model.sig` travel out of band."""
+    """Make the federation."""
     out = demo.out
-    write_passphrase(out / "fed.pass")
-    address = f"127.0.0.1:{port}"
     # fmt: skip
     demo.call(
         "aggregator",
@@ -98,44 +90,16 @@ def set_up_aggregator(demo: Demo, port: int) -> None:
         "--licence",
         "CC-BY-4.0",
         "--address",
-        address,
-        "--passphrase-file",
+        f"127.0.0.1:{port}",
+        "--max-influence",
+        "0.7",
+        "--new-passphrase-file",
         out / "fed.pass",
     )
-    shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
-    shutil.copyfile(out / "fed" / "model-signing.pub.pem", out / "model-signing.pub.pem")
-    # Small shards, so that even this small expert travels in several; and north, which has 60% of the images, may.
+    # Small shards, so that even this small expert travels in several.
     settings = out / "fed" / "federation.toml"
-    written = settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 524288")
-    settings.write_text(written.replace("max_influence = 0.5", "max_influence = 0.7"))
-
-
-def set_up_silo(demo: Demo, silo: str) -> None:
-    """Make a site, write its policy, exchange cards."""
-    out = demo.out
-    invitation = out / "fed" / "invitation.json"
-    fingerprint = json.loads(invitation.read_text())["root_digest"]
-    write_passphrase(out / f"{silo}.pass")
-    # fmt: skip
-    demo.call(
-        "silo",
-        "init",
-        out / silo,
-        "--id",
-        silo,
-        "--data",
-        out / "data" / f"{silo}.npz",
-        "--invitation",
-        invitation,
-        "--code",
-        fingerprint,
-        "--passphrase-file",
-        out / f"{silo}.pass",
-    )
-    policy = "policy_person.toml" if silo == PERSON else "policy_automatic.toml"
-    shutil.copyfile(HERE / policy, out / silo / "policy.toml")
-    demo.call("silo", "enroll", out / silo, "--out", out / f"{silo}.card.json")
-    demo.call("aggregator", "enroll", "--yes", out / "fed", out / f"{silo}.card.json")
+    text = settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 524288")
+    settings.write_text(text)
 
 
 def federate(demo: Demo) -> dict[str, object]:
@@ -143,7 +107,8 @@ def federate(demo: Demo) -> dict[str, object]:
     out = demo.out
     demo.start("aggregator", "run", out / "fed")
     for silo in SILOS:
-        demo.start("silo", "run", out / silo)
+        demo.start("silo", "run", "--wait", out / silo)
+    demo.waive(SILOS, "the digits are public; there is nobody to protect")
     approve(demo)
     demo.wait(*demo.background)
     found: dict[str, object] = demo.flower_processes(SILOS)
@@ -153,12 +118,11 @@ def federate(demo: Demo) -> dict[str, object]:
 def approve(demo: Demo) -> None:
     """A person at north looks at what would leave, and lets exactly that leave."""
     site = demo.out / PERSON
-    while (status := json.loads(demo.ask("silo", "status", site, "--json")))[
-        "state"
-    ] != "awaiting_approval":
+    while demo.status(PERSON)["state"] != "awaiting_approval":
         demo.watch(2.0)
-    demo.call("silo", "review", site)
-    demo.call("silo", "approve", site, "--digest", status["submission_digest"])
+    digest = demo.status(PERSON)["submission_digest"]
+    demo.call("silo", "review", site, "--text")
+    demo.call("silo", "approve", site, "--digest", digest)
 
 
 def sample(demo: Demo) -> None:
@@ -170,7 +134,7 @@ def sample(demo: Demo) -> None:
         "sample",
         out / "release",
         "--root",
-        out / "root.json",
+        demo.root,
         "--state",
         out / "state",
         "--num",

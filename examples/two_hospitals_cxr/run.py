@@ -8,7 +8,6 @@ typed by hand.
 
 import argparse
 import json
-import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
-from shell import Demo, run_demo, timed, write_passphrase  # noqa: E402
+from shell import Demo, run_demo, timed  # noqa: E402
 
 DATA = {"hannover": "hannover.csv", "guangzhou": "guangzhou.npz"}
 AGAIN = "python examples/two_hospitals_cxr/run.py, as before"
@@ -53,11 +52,6 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
     with timed(stages, "lay the data out"):
         sources = ("--hannover", given.hannover, "--pneumonia", given.pneumonia)
         demo.call(sys.executable, HERE / "make_data.py", *sources, "--out", out / "data")
-    with timed(stages, "scan"):
-        for silo, name in DATA.items():
-            demo.call(
-                "silo", "scan", "--data", out / "data" / name, "--private", out / f"{silo}-scan"
-            )
     with timed(stages, "set up"):
         set_up(demo)
     with timed(stages, "plan"):
@@ -65,19 +59,18 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
         demo.call(
             "aggregator", "plan", out / "fed", "--recipe", given.recipe, "--public", public, "--yes"
         )
-        demo.waive(tuple(DATA), "the images are published already; there is nobody to protect")
     with timed(stages, "train and collect"):
         demo.start("aggregator", "run", out / "fed")
         for silo in DATA:
-            demo.start("silo", "run", out / silo)
+            demo.start("silo", "run", "--wait", out / silo)
+        demo.waive(tuple(DATA), "the images are published already; there is nobody to protect")
         demo.wait(*demo.background)
-    with timed(stages, "router and release"):
-        demo.call("aggregator", "router", out / "fed")
+    with timed(stages, "release"):
         recipe = tomllib.loads(given.recipe.read_text())
         marks = ["--rehearsal"] if recipe.get("rehearsal") else []
-        demo.call("aggregator", "publish", out / "fed", *marks, "--out", out / "release")
+        demo.call("aggregator", "release", out / "fed", *marks, "--out", out / "release")
     with timed(stages, "verify and sample"):
-        trust = ("--root", out / "root.json", "--state", out / "state")
+        trust = ("--root", demo.root, "--state", out / "state")
         demo.call("ddm", "verify", out / "release", *trust)
         sample(demo, given.num, *trust)
     (out / "seconds.json").write_text(
@@ -92,7 +85,6 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
 def set_up(demo: Demo) -> None:
     """Make the federation and both sites, and exchange invitation and cards."""
     out = demo.out
-    write_passphrase(out / "fed.pass")
     # fmt: skip
     demo.call(
         "aggregator",
@@ -104,33 +96,12 @@ def set_up(demo: Demo) -> None:
         "CC-BY-4.0",
         "--address",
         f"127.0.0.1:{demo.free_port()}",
-        "--passphrase-file",
+        "--new-passphrase-file",
         out / "fed.pass",
     )
-    shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
-    invitation = out / "fed" / "invitation.json"
-    fingerprint = json.loads(invitation.read_text())["root_digest"]
     for silo, name in DATA.items():
-        write_passphrase(out / f"{silo}.pass")
-        # fmt: skip
-        demo.call(
-            "silo",
-            "init",
-            out / silo,
-            "--id",
-            silo,
-            "--data",
-            out / "data" / name,
-            "--invitation",
-            invitation,
-            "--code",
-            fingerprint,
-            "--passphrase-file",
-            out / f"{silo}.pass",
-        )
-        shutil.copyfile(HERE / "policy.toml", out / silo / "policy.toml")
-        demo.call("silo", "enroll", out / silo, "--out", out / f"{silo}.card.json")
-        demo.call("aggregator", "enroll", "--yes", out / "fed", out / f"{silo}.card.json")
+        demo.join(silo, out / "data" / name, "--policy", HERE / "policy.toml")
+    demo.enroll(tuple(DATA))
 
 
 def sample(demo: Demo, num: int, *trust: object) -> None:

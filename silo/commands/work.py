@@ -11,7 +11,7 @@ import typer
 
 from ddm.errors import SetupError
 from ddm.protocol.base import require_text
-from ddm.system.console import confirm, human_bytes, say
+from ddm.system.console import ask, confirm, human_bytes, say
 from silo.commands.options import (
     JsonOption,
     MaybeSiteArgument,
@@ -37,6 +37,10 @@ def run(
     only: Annotated[
         Part | None, typer.Option(help="Run only this half of the site, for a service of its own.")
     ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Wait for a waiver without a terminal too, instead of ending."),
+    ] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take a plan, train, draw the statistics, wait for approval, send; ends when the receipt arrives."""
@@ -54,9 +58,9 @@ def run(
     key = open_key(opened_site, passphrase_file)
     # In two processes neither half starts the other: each is a service of its own user.
     if only is Part.WORKER:
-        state = running.run_worker(opened_site, key)
+        state = running.run_worker(opened_site, key, wait=wait)
     else:
-        state = running.run_both(opened_site, key)
+        state = running.run_both(opened_site, key, wait=wait)
     silo_id = opened_site.settings().silo_id
     say(f"[{silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}.")
     say(f"To wait for the next plan: silo run {site}")
@@ -249,15 +253,20 @@ def accept(
 
 
 def waive(
-    site: SiteArgument,
-    role: Annotated[str, typer.Option(help="Role of the person responsible; it is published.")],
-    reason: Annotated[str, typer.Option(help="The reason; it is published.")],
+    sites: Annotated[
+        list[Path],
+        typer.Argument(metavar="SITE...", file_okay=False, help="Folders of one or more sites."),
+    ],
+    role: Annotated[
+        str | None, typer.Option(help="Role of the person responsible; it is published.")
+    ] = None,
+    reason: Annotated[str | None, typer.Option(help="The reason; it is published.")] = None,
     until: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="DAY", help="Last day on which the experts may leave, such as 2027-03-31."
         ),
-    ],
+    ] = None,
     plan_digest: Annotated[
         str | None,
         typer.Option(
@@ -266,34 +275,56 @@ def waive(
     ] = None,
 ) -> None:
     """Allow experts to be sent whose leak audit is inconclusive, for one plan and until a day."""
-    from ddm.protocol.base import now_utc
     from ddm.protocol.submission import Waiver
     from silo.plan.waiver import parse_end, write_waiver
     from silo.worker.status import read_status
 
-    opened_site = Site(site).require()
+    opened_sites = [Site(site).require() for site in sites]
     # A waiver is for one plan: it must not carry over to experts that nobody had in mind (docs/adr/0051).
-    waived_digest = _plan_to_waive(opened_site, plan_digest)
-    expires_at = parse_end(until)
-    if expires_at <= now_utc():
-        raise SetupError("--until", expected="a day to come", got=until)
-    waiver = Waiver(
-        role=require_text(role, "--role"),
-        reason=require_text(reason, "--reason"),
-        plan_digest=waived_digest,
-        # The only verdict that can be waived; an audit that failed needs `silo approve --despite-fail`.
-        verdict="inconclusive",
-        expires_at=expires_at,
-    )
-    write_waiver(opened_site, waiver)
-    until_time = f"{expires_at:%Y-%m-%d %H:%M %Z}"
-    say(
-        f"Waived an inconclusive audit for plan {waived_digest[:16]}… until {until_time}, in policy.toml."
-    )
-    if read_status(opened_site).circumstances.blocked:
-        say("The worker was waiting for it, and goes on.")
-    else:
-        say(f"The worker reads it when it starts: silo run {site}")
+    waived_digests = [_plan_to_waive(site, plan_digest) for site in opened_sites]
+    for site, waived_digest in zip(opened_sites, waived_digests, strict=True):
+        say(
+            f"Plan {waived_digest[:16]}… of {site.settings().silo_id}: its experts may leave although the leak audit"
+        )
+        say("  cannot tell whether they memorised single images.")
+    if role is None:
+        role = ask("Role of the person who answers for that, published", option="--role")
+    if reason is None:
+        reason = ask("Reason, published", option="--reason")
+    if until is None:
+        until = ask("Until which day, such as 2027-03-31", option="--until", parse=_checked_day)
+    expires_at = parse_end(_checked_day(until))
+    for site, waived_digest in zip(opened_sites, waived_digests, strict=True):
+        waiver = Waiver(
+            role=require_text(role, "--role"),
+            reason=require_text(reason, "--reason"),
+            plan_digest=waived_digest,
+            # The only verdict that can be waived; an audit that failed needs `silo approve --despite-fail`.
+            verdict="inconclusive",
+            expires_at=expires_at,
+        )
+        write_waiver(site, waiver)
+        if read_status(site).circumstances.blocked:
+            say(f"{site.settings().silo_id}: the worker was waiting for it, and goes on.")
+        else:
+            say(
+                f"{site.settings().silo_id}: the worker reads it when it starts: silo run {site.path}"
+            )
+    say(f"Waived until {expires_at:%Y-%m-%d %H:%M %Z}, in policy.toml.")
+
+
+def _checked_day(text: str) -> str:
+    """Return the end of a waiver, as it was typed, if it is still to come.
+
+    Raises:
+        SetupError: it is no end of a waiver, or it is over.
+    """
+    from ddm.protocol.base import now_utc
+    from silo.plan.waiver import parse_end
+
+    if parse_end(text) <= now_utc():
+        raise SetupError("--until", expected="a day to come", got=text)
+    return text
 
 
 def _plan_to_waive(site: Site, plan_digest: str | None) -> str:

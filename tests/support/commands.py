@@ -14,6 +14,16 @@ from ddm.system.console import run_app
 APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 
 
+class TypedAnswers(io.StringIO):
+    """Standard input that says it is a terminal, with the lines that a person types."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__("".join(f"{answer}\n" for answer in answers))
+
+    def isatty(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class CommandResult:
     """What a command left: its exit code, what it said on standard output, and on standard error."""

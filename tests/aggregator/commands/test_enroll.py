@@ -12,17 +12,10 @@ from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card
 from ddm.trust.comparison import CodeSubject, comparison_code
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
-from tests.support.commands import CommandResult, run_command
+from tests.support.commands import CommandResult, TypedAnswers, run_command
 from tests.support.federation_keys import KeyedFederation
 
 SILOS = ("east", "north", "west")
-
-
-class Terminal(io.StringIO):
-    """Standard input that says it is a terminal, with the answers of a person."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -125,7 +118,7 @@ def test_person_at_a_terminal_types_the_codes_and_corrects_a_slip(
 ) -> None:
     codes = codes_of(keyed)
     answers = ["five words are not enough", codes["east"], codes["north"].upper(), codes["west"]]
-    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(answers) + "\n"))
+    monkeypatch.setattr(sys, "stdin", TypedAnswers(*answers))
     result = enroll(keyed, {})
     assert result.code == 0
     assert enrolled(keyed) == list(SILOS)

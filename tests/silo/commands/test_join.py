@@ -15,19 +15,12 @@ from aggregator.membership.registry import enroll_silo, read_cards
 from ddm.protocol.enrolment import AgreedSize
 from ddm.trust.comparison import CodeSubject, comparison_code
 from silo.config import Policy, Site
-from tests.support.commands import CommandResult, run_command
+from tests.support.commands import CommandResult, TypedAnswers, run_command
 from tests.support.dicom_files import waves
 from tests.support.federation import cohort
 from tests.support.federation_keys import KeyedFederation
 
 SILO = "north"
-
-
-class Terminal(io.StringIO):
-    """Standard input that says it is a terminal, with the answers of a person."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 class Joining:
@@ -127,7 +120,7 @@ def test_person_at_a_terminal_is_asked_for_all_that_no_option_says(
 ) -> None:
     joining.write_arrays(patients=False)
     answers = [joining.root_code.upper(), "Nord", "nord", "y", "y"]
-    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(answers) + "\n"))
+    monkeypatch.setattr(sys, "stdin", TypedAnswers(*answers))
     result = joining.command()
     assert result.code == 0, result.err
     assert joining.site.settings().silo_id == "nord"
@@ -138,7 +131,7 @@ def test_person_at_a_terminal_is_asked_for_all_that_no_option_says(
 def test_person_who_does_not_join_leaves_no_key_and_no_site(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal("\nn\n"))
+    monkeypatch.setattr(sys, "stdin", TypedAnswers("", "n"))
     assert joining.command("--code", joining.root_code).code != 0
     assert not (joining.site.path / "silo.toml").exists()
     assert not joining.site.key_path.exists()

@@ -1,6 +1,7 @@
 """What the aggregator hears of a worker that ended or waits for a person: one number, as long as it is true."""
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from silo.courier.handlers import SiteLimits, read_status
 from silo.worker.state import State, load_state, reported_code, state_path
 from silo.worker.status import read_status as read_site_status
 from silo.worker.worker import Worker
-from tests.support.commands import run_command
+from tests.support.commands import TypedAnswers, run_command
 from tests.support.federation import POLICY, PlannedFederation, TinyFederation, write_policy
 
 SILO = "north"
@@ -117,3 +118,22 @@ def test_worker_that_nobody_attends_ends_without_a_waiver(tiny: TinyFederation) 
     with pytest.raises(AuditError):
         Worker(site, tiny.key(SILO), lambda state: None).run()
     assert reported_code(site) == AuditError.exit_code
+
+
+def test_one_command_waives_for_several_sites_and_asks_for_what_no_option_says(
+    tiny: TinyFederation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, digest = tiny.federation.current_plan()
+    other = next(silo_id for silo_id in tiny.sites if silo_id != SILO)
+    tiny.deliver_plan(other, plan.plan_id)
+    for silo_id in (SILO, other):
+        write_policy(tiny.sites[silo_id], UNWAIVED)
+        with pytest.raises(AuditError):
+            Worker(tiny.sites[silo_id], tiny.key(silo_id), lambda state: None).run()
+    answers = ["head of data", "made up", "31.12.2999", "2999-12-31"]
+    monkeypatch.setattr(sys, "stdin", TypedAnswers(*answers))
+    result = run_command("silo", "waive", tiny.sites[SILO].path, tiny.sites[other].path)
+    assert result.code == 0, result.err
+    for silo_id in (SILO, other):
+        waiver = tiny.sites[silo_id].policy().audit.waiver
+        assert waiver and (waiver.role, waiver.plan_digest) == ("head of data", digest)
