@@ -59,9 +59,9 @@ class PictureSheet:
 
 @dataclass(frozen=True)
 class PosteriorArea:
-    """One silo's band in a stack of posteriors, as the points of a polygon."""
+    """One silo's band in a stack of posteriors, as the points of a polygon; None for all that are not listed."""
 
-    silo: int
+    silo: int | None
     points: str
 
 
@@ -71,7 +71,7 @@ class PosteriorChart:
 
     Attributes:
         silo: the silo's index.
-        areas: every silo's band, its own at the bottom.
+        areas: the band of every listed silo, its own at the bottom, and one of all others.
         own: the probability of the right silo, as pairs (t, value).
     """
 
@@ -145,7 +145,7 @@ class ReportFigures:
             listed,
             drawing,
             sheets=_picture_sheets(drawing, names, value_range, word),
-            posteriors=_posterior_charts(drawing),
+            posteriors=_posterior_charts(drawing, listed),
             shares=_share_charts(drawing, priors, word),
         )
 
@@ -254,14 +254,34 @@ def _picture_sheets(
     return tuple(sheet for sheet in sheets if sheet.pictures)
 
 
-def _posterior_charts(drawing: Drawing) -> tuple[PosteriorChart, ...]:
-    """Return a chart of the router's posterior for every silo with images of its own."""
+def _posterior_charts(drawing: Drawing, listed: Sequence[int]) -> tuple[PosteriorChart, ...]:
+    """Return a chart of the router's posterior for every silo with images of its own, all of which are listed."""
     charts = []
     for silo, rows in drawing.posterior.items():
         if rows:
             own = tuple((index / (len(rows) - 1), row[silo]) for index, row in enumerate(rows))
-            charts.append(PosteriorChart(silo, stack_areas(rows, silo), own))
+            charts.append(PosteriorChart(silo, _listed_areas(rows, silo, listed), own))
     return tuple(charts)
+
+
+def _listed_areas(
+    posterior: Sequence[Sequence[float]], silo: int, listed: Sequence[int]
+) -> tuple[PosteriorArea, ...]:
+    """Stack the probabilities of the listed silos, `silo` at the bottom, and those of all others together."""
+    if len(listed) == len(posterior[0]):
+        return stack_areas(posterior, silo)
+    # Bands of a thousand silos would be thinner than a pixel, and megabytes of points.
+    shown_rows = []
+    for row in posterior:
+        listed_values = [row[index] for index in listed]
+        shown_rows.append([*listed_values, max(sum(row) - sum(listed_values), 0.0)])
+    silo_of_column = dict(enumerate(listed))
+    areas = stack_areas(shown_rows, listed.index(silo))
+    return tuple(
+        PosteriorArea(silo_of_column.get(area.silo), area.points)
+        for area in areas
+        if area.silo is not None
+    )
 
 
 def _share_charts(drawing: Drawing, priors: Sequence[float], word: str) -> tuple[ShareChart, ...]:

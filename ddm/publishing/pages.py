@@ -5,7 +5,6 @@ Their facts come from the signed documents, their images from the ensemble, thei
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,19 @@ from ddm.io.files import write_atomic
 from ddm.loading.ensemble import build_ensemble
 from ddm.pages.render import render
 from ddm.protocol.calibration import calibration_rows
-from ddm.protocol.growth import describe_standing
-from ddm.protocol.island import Island
-from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
+from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import REHEARSAL, Plan
 from ddm.protocol.routers import SamplesSettings
-from ddm.protocol.submission import Submission
 from ddm.publishing.contents import ReleaseContents
 from ddm.publishing.drawing import Drawing, Progress
 from ddm.publishing.figures import ReportFigures, draw_for_report
+from ddm.publishing.members import (
+    MAX_DETAILED,
+    group_members,
+    member_sections,
+    remarks_on,
+    shorten_names,
+)
 from ddm.statistics.of_plan import statistics_of
 
 # The name under which sites that host models show a card.
@@ -53,22 +56,6 @@ _LIMITS = (
     "A signature proves who published an expert, not that it is good.",
 )
 
-# What the rules of screening found, for the pages.
-FLAG_WORDS: Mapping[Flag, str] = {
-    "alike_images": "its images are nearly one image",
-    "answers_zero": "answers 0 to every input",
-    "broken_images": "its images are not finite",
-    "copy": "copies another silo's expert",
-    "far_images": "its images are unlike any public image",
-    "high_loss": "a higher loss on public images than answering 0",
-    "high_loss_once": "an implausibly high loss at a single t",
-    "large_weights": "larger weights than training can produce",
-    "not_learnt": "no better than a constant near t = 1",
-    "refused_before": "a person refused an earlier submission of its silo",
-    "stands_apart": "a much higher loss than the other experts",
-    "unchanged": "the base that training started from, hardly changed",
-}
-
 _ROUTER_SOURCES = {
     "experts": "images drawn from the experts (it is as private as their weights)",
     "group": "public images, weighed by differentially private counts",
@@ -77,34 +64,6 @@ _ROUTER_SOURCES = {
 }
 _STATISTICS_SOURCE = "differentially private statistics"
 _OWNER_SOURCE = "exact counts and images whose islands are known"
-
-
-@dataclass(frozen=True)
-class MemberSection:
-    """What the pages say of one silo or island.
-
-    Attributes:
-        index: its place in the manifest.
-        published: its entry in the manifest.
-        document: what it signed.
-        prior: its share.
-        flagged_experts: its experts that screening flagged, each with the reasons in words.
-        standing: how it takes part, in words, in a plan that carries experts over; else empty.
-        value: the column's value that all images of an island share; else empty.
-    """
-
-    index: int
-    published: PublishedSilo
-    document: Submission | Island
-    prior: float
-    flagged_experts: tuple[tuple[str, str], ...] = ()
-    standing: str = ""
-    value: str = ""
-
-    @property
-    def silo_id(self) -> str:
-        """Its name."""
-        return self.published.silo_id
 
 
 def memory_for(manifest: Manifest) -> int:
@@ -155,15 +114,24 @@ def render_pages(
     word = contents.member_word
     figures = ReportFigures.of(drawing, manifest, plan.data.range, word)
     members = member_sections(contents, manifest)
+    absent = _absent_members(manifest)
+    admitted = [part.silo_id for part in members if part.published.admitted]
+    # One owner's islands have few facts each, which stand in a table however many they are.
+    has_many = len(members) > MAX_DETAILED and contents.division is None
     values: dict[str, Any] = {
         "contents": contents,
         "plan": plan,
         "rehearsal": REHEARSAL if plan.rehearsal else "",
         "manifest": manifest,
         "members": members,
-        "absent": _absent_members(manifest),
+        "has_many": has_many,
+        "groups": group_members(members) if has_many else (),
+        "remarks": remarks_on(members, absent) if has_many else (),
+        "absent": absent,
+        "absent_names": shorten_names([silo_id for silo_id, _ in absent]),
         "exposed": [part.silo_id for part in members if part.published.isolation == "none"],
-        "admitted": [part.silo_id for part in members if part.published.admitted],
+        "admitted": admitted,
+        "admitted_names": shorten_names(admitted),
         "num_units": sum(part.published.units for part in members),
         "statistics": statistics_of(plan.statistics),
         "router": contents.router,
@@ -180,40 +148,6 @@ def render_pages(
         CARD_NAME: render("ddm", "card.md.jinja", **values),
         REPORT_NAME: render("ddm", "report.html.jinja", **values),
     }
-
-
-def member_sections(contents: ReleaseContents, manifest: Manifest) -> tuple[MemberSection, ...]:
-    """Join the manifest's entries with what each silo or island signed, in the manifest's order."""
-    # The manifest is the order in which everything else lists the silos too.
-    documents = {member.silo_id: member.document for member in contents.members}
-    priors = manifest.silo_priors()
-    values: Mapping[str, str] = {}
-    if contents.division is not None:
-        values = contents.division.values
-    sections = []
-    for index, published in enumerate(manifest.silos):
-        silo_id = published.silo_id
-        sections.append(
-            MemberSection(
-                index=index,
-                published=published,
-                document=documents[silo_id],
-                prior=priors[silo_id],
-                flagged_experts=_flagged_experts(manifest, silo_id),
-                standing=describe_standing(published, contents.plan),
-                value=values.get(silo_id, ""),
-            )
-        )
-    return tuple(sections)
-
-
-def _flagged_experts(manifest: Manifest, silo_id: str) -> tuple[tuple[str, str], ...]:
-    flagged = []
-    for expert in manifest.experts:
-        if expert.silo_id == silo_id and expert.flags:
-            reasons = "; ".join(FLAG_WORDS[flag] for flag in expert.flags)
-            flagged.append((expert.expert_id, reasons))
-    return tuple(flagged)
 
 
 def _absent_members(manifest: Manifest) -> list[tuple[str, str]]:
