@@ -1,5 +1,6 @@
 """The program `aggregator`: every command of its operator, in the order of the work."""
 
+from aggregator.commands.base import base
 from aggregator.commands.doctor import doctor
 from aggregator.commands.keys import complete, holder, rotate, sign
 from aggregator.commands.log import log
@@ -17,7 +18,7 @@ from ddm.system.secrecy import forbid_core_dumps
 
 COMMANDS = {
     "Federation and silos": (init, enroll, remove),
-    "From plan to release": (plan, run, release, router, publish, withdraw),
+    "From plan to release": (base, plan, run, release, router, publish, withdraw),
     "Watching and screening": (status, doctor, quarantine, admit, refuse, service),
     "Keys": (holder, sign, complete, rotate, log),
 }

@@ -87,7 +87,7 @@ class PublicParts:
 
 
 @dataclass(frozen=True)
-class _FittedLatent:
+class FittedLatent:
     """The space that experts work in.
 
     Attributes:
@@ -125,7 +125,7 @@ def fit_public_parts(
     fitted = public[fitted_rows]
     holdout = public[holdout_rows]
     encoder = networks.encoder or _fit_encoder(recipe, fitted)
-    latent = _fit_latent(networks, fitted, holdout, on_progress)
+    latent = fit_latent(networks, fitted, holdout, on_progress)
     images = PublicImages(fitted, holdout, latent.latents)
 
     # Clusters and sketch are public: they are fitted on public images alone, and cost no privacy.
@@ -157,7 +157,7 @@ def fit_public_parts(
         save_tensors(folder / path, tensors)
     paths = [
         *tensors_of,
-        *_write_autoencoder(networks, folder),
+        *write_autoencoder(networks, folder),
         *write_base(recipe.expert, networks, folder),
     ]
     return PublicParts(
@@ -216,26 +216,26 @@ def _fit_encoder(recipe: SharedRecipe, fitted: Tensor) -> OpenedEncoder:
             assert_never(chosen)
 
 
-def _fit_latent(
+def fit_latent(
     networks: RecipeNetworks, fitted: Tensor, holdout: Tensor, on_progress: Progress | None
-) -> _FittedLatent:
+) -> FittedLatent:
     """Encode all images as experts see them, and scale the latents where the autoencoder does not do so itself."""
     autoencoder = networks.autoencoder
     if autoencoder is None:
-        return _FittedLatent(Identity(), IdentityLatent(), None)
+        return FittedLatent(Identity(), IdentityLatent(), None)
     network = autoencoder.network
     fitted_latents = network.encode(fitted, on_progress)
     holdout_latents = network.encode(holdout, on_progress)
     if isinstance(autoencoder, PublishedAutoencoder):
-        return _FittedLatent(network, autoencoder.spec, (fitted_latents, holdout_latents))
+        return FittedLatent(network, autoencoder.spec, (fitted_latents, holdout_latents))
     # Experts see latents as wide as the noise: divided by their spread on the images that the plan is fitted on.
     scale = spread(fitted_latents)
     network.scale = scale
     latents = (fitted_latents / scale, holdout_latents / scale)
-    return _FittedLatent(network, autoencoder.spec(scale), latents)
+    return FittedLatent(network, autoencoder.spec(scale), latents)
 
 
-def _write_autoencoder(networks: RecipeNetworks, folder: Path) -> list[str]:
+def write_autoencoder(networks: RecipeNetworks, folder: Path) -> list[str]:
     """Write the autoencoder where the plan has it, if the recipe names one, and return its path in the plan.
 
     Raises:

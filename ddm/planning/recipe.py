@@ -7,6 +7,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from ddm.io.settings import Settings
 from ddm.planning.architectures import ExpertRecipe, RouterRecipe
+from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import ClassCondition, MaxTokens, NoCondition, Probability
 from ddm.protocol.base import Licence, NaturalInt, NumImages
 from ddm.protocol.encoder import Side
@@ -164,14 +165,20 @@ class DiffusersBaseRecipe(BaseTerms):
 
 
 class TrainedBaseRecipe(Settings):
-    """A base that `aggregator base` trained on public images, with the card that states its terms.
+    """A base that `aggregator base` trains on public images, with the network of the recipe's experts.
 
     Attributes:
-        folder: its folder.
+        folder: where it is, with its card.
+        licence: of the base, which the public images allow.
+        unconditional: train it without the recipe's classes, of which the public images know nothing.
+        training: how it is trained, with the fields and defaults of `[expert.training]`.
     """
 
     kind: Literal["trained"]
     folder: PathText
+    licence: Licence
+    unconditional: bool = False
+    training: SerializeAsAny[TrainingRecipe]
 
 
 class ReleaseBaseRecipe(Settings):

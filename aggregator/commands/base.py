@@ -1,0 +1,95 @@
+"""The command `aggregator base`: train the base of a recipe on public images."""
+
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from aggregator.commands.options import FederationArgument
+from aggregator.config import Federation
+from ddm.errors import SetupError
+from ddm.system.console import human_bytes, human_seconds, progress, say
+from ddm.system.devices import DeviceName
+from ddm.system.signals import stop_on_first_signal
+
+
+def base(
+    fed: FederationArgument,
+    recipe: Annotated[
+        Path, typer.Option(help="The recipe of the plan, whose table base says how to train it.")
+    ],
+    public: Annotated[
+        Path, typer.Option(help="Public images in the form of the silos' images, as for the plan.")
+    ],
+    device: Annotated[
+        DeviceName, typer.Option(help="Device to train on; auto: a GPU if there is one.")
+    ] = "auto",
+    processes: Annotated[
+        int, typer.Option(min=1, max=4096, help="Number of processes that train together.")
+    ] = 1,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Command that starts these processes, with {folder} in it (default: this machine).",
+        ),
+    ] = None,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With --launcher: folder of the training job that all machines see.",
+        ),
+    ] = None,
+) -> None:
+    """Train the base of a recipe on public images, and write its card; run again to continue where it stopped."""
+    from pydantic import ValidationError
+
+    from aggregator.planning.base_training import read_base_images, train_base, trained_base_of
+    from aggregator.planning.recipe import Recipe
+    from ddm.images.samples import open_image_set
+    from ddm.io.settings import load_settings
+    from ddm.planning.networks import open_networks
+    from ddm.training.config import TrainingSettings
+
+    federation = Federation(fed).require()
+    chosen = load_settings(Recipe, recipe)
+    folder = trained_base_of(chosen).folder
+    try:
+        settings = TrainingSettings.model_validate(
+            {
+                "device": device,
+                "processes": processes,
+                "launcher": launcher or "local",
+                "jobs": jobs,
+            }
+        )
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise SetupError(
+            "--launcher, --jobs and --processes",
+            expected="settings as those of [training] in a silo's silo.toml",
+            got=fault["msg"],
+        ) from error
+    # The base itself is what is missing yet.
+    networks = open_networks(chosen.model_copy(update={"base": None}))
+    image_set = open_image_set(public, chosen.data, chosen.transform, subject="public images")
+    with progress("Encoding public images") as on_encoding:
+        images = read_base_images(image_set, chosen, networks, on_encoding)
+    with progress("base") as show_progress, stop_on_first_signal() as stop:
+        card = train_base(
+            chosen,
+            images,
+            federation.root_digest,
+            settings,
+            on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
+            should_stop=stop.is_set,
+        )
+    say(
+        f"Base in {folder}: {card.steps} steps on {card.num_images} images in {human_seconds(card.seconds)}, "
+        f"loss {card.loss:.4f}, {human_bytes(card.file.bytes)}, licence {card.licence}."
+    )
+    say(
+        f"Next: aggregator plan {quote(str(fed))} --recipe {quote(str(recipe))} --public {quote(str(public))}"
+    )
