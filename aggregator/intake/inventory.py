@@ -1,6 +1,6 @@
 """Reads back everything that was accepted for the current plan, as strictly as intake did."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,6 +126,39 @@ class _StoredSubmission:
     role: bytes
     document: bytes
 
+    @property
+    def digest(self) -> str:
+        """sha256 of the document."""
+        return sha256_hex(self.document)
+
+
+@dataclass(frozen=True)
+class _VerifiedSubmission:
+    """A stored submission whose signature and document were verified.
+
+    Attributes:
+        stored: as it is on disk.
+        submission: the parsed document.
+        key: the silo's, which signed the metadata.
+    """
+
+    stored: _StoredSubmission
+    submission: Submission
+    key: PublicKey
+
+
+@dataclass(frozen=True)
+class _ScreeningRecord:
+    """What is recorded about one submission beside its files.
+
+    Attributes:
+        decisions: of people, while it was in quarantine.
+        flags: the screening rules that its experts broke, by expert; empty unless a person admitted it.
+    """
+
+    decisions: Sequence[QuarantineDecision]
+    flags: Flags
+
 
 def take_inventory(federation: Federation) -> Inventory:
     """Read what was accepted for the current plan.
@@ -138,10 +171,9 @@ def take_inventory(federation: Federation) -> Inventory:
     earlier_plans = _read_earlier_plans(federation, plan)
     cards = member_cards(federation, plan)
     withdrawn = withdrawn_silos(federation, plan)
-    decisions = read_decisions(federation)
 
     remaining = [silo_id for silo_id in cards if silo_id not in withdrawn]
-    silos = {}
+    verified_submissions = {}
     for silo_id in remaining:
         origin = _origin_of(plan, plan_digest, silo_id)
         folder = federation.accepted / origin.plan_id / silo_id
@@ -152,14 +184,18 @@ def take_inventory(federation: Federation) -> Inventory:
         key = signing_key(cards[silo_id])
         # Verified again, although intake did so: a disk, a restored backup or a person may have changed the files.
         submission = _verify_stored(stored, origin, key)
-        silos[silo_id] = _assess(federation, plan, stored, submission, key, decisions)
-    if not silos:
+        verified_submissions[silo_id] = _VerifiedSubmission(stored, submission, key)
+    if not verified_submissions:
         raise SetupError(
             f"plan {plan.plan_id}",
             expected="at least one accepted submission",
             got=f"none of {len(remaining)} silos",
             remedy="Run `aggregator run` until silos have answered; `aggregator status` shows why one was refused.",
         )
+    records = _read_screening(federation, plan, verified_submissions.values())
+    silos = {}
+    for silo_id, verified in verified_submissions.items():
+        silos[silo_id] = _assess(plan, verified, records[verified.stored.digest])
     return Inventory(
         plan=plan,
         plan_digest=plan_digest,
@@ -215,7 +251,7 @@ def _verify_stored(stored: _StoredSubmission, origin: _Origin, key: PublicKey) -
     )
 
     num_bytes = len(stored.document)
-    digest = sha256_hex(stored.document)
+    digest = stored.digest
     signed_size, signed_digest = signed[f"{plan_id}/{name}"]
     if num_bytes != signed_size or digest != signed_digest:
         raise DigestError(
@@ -243,31 +279,42 @@ def _verify_stored(stored: _StoredSubmission, origin: _Origin, key: PublicKey) -
     return submission
 
 
-def _assess(
+def _read_screening(
     federation: Federation,
     plan: Plan,
-    stored: _StoredSubmission,
-    submission: Submission,
-    key: PublicKey,
-    decisions: Sequence[QuarantineDecision],
+    submissions: Iterable[_VerifiedSubmission],
+) -> Mapping[str, _ScreeningRecord]:
+    """Read what is recorded about verified submissions, by their digests."""
+    decisions = read_decisions(federation)
+    records = {}
+    for verified in submissions:
+        digest = verified.stored.digest
+        own_decisions = [decision for decision in decisions if decision.submission_digest == digest]
+        flags: Flags = {}
+        if is_admitted(own_decisions):
+            # A carried submission may have been flagged for its own plan, and for this one beside other experts.
+            plan_ids = {verified.submission.plan_id, plan.plan_id}
+            flags = _flags_of_plans(federation, plan_ids, digest)
+        records[digest] = _ScreeningRecord(own_decisions, flags)
+    return records
+
+
+def _assess(
+    plan: Plan,
+    verified: _VerifiedSubmission,
+    record: _ScreeningRecord,
 ) -> AcceptedSilo:
     """Join a verified submission with what a person decided about it, and with the rules that flagged its experts."""
-    digest = sha256_hex(stored.document)
-    own_decisions = [decision for decision in decisions if decision.submission_digest == digest]
-    admitted = is_admitted(own_decisions)
-    flags: Flags = {}
-    if admitted:
-        # A carried submission may have been flagged for its own plan, and for this one beside other experts.
-        flags = _flags_of_plans(federation, {submission.plan_id, plan.plan_id}, digest)
+    stored = verified.stored
     return AcceptedSilo(
-        submission=submission,
+        submission=verified.submission,
         document=stored.document,
         folder=stored.folder,
         role=stored.role,
-        key=key,
-        counted=counted_units(plan, submission, own_decisions),
-        admitted=admitted,
-        flags=flags,
+        key=verified.key,
+        counted=counted_units(plan, verified.submission, record.decisions),
+        admitted=is_admitted(record.decisions),
+        flags=record.flags,
     )
 
 

@@ -35,7 +35,9 @@ class OwnUserOnly:
 
     def __init__(self, app: App, open_to_all: str | None = None) -> None:
         self._app = app
-        self._open = re.compile(open_to_all) if open_to_all else None
+        self._open: re.Pattern[str] | None = None
+        if open_to_all:
+            self._open = re.compile(open_to_all)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

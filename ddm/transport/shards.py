@@ -20,6 +20,8 @@ from ddm.io.untrusted import open_below, walk
 from ddm.protocol.base import Model, NaturalInt, RelativePath
 from ddm.transport.messages import MAX_SPANS, IndexEntry, Span, check_no_collisions
 
+_Range = tuple[int, int]
+"""The first byte, and the one behind the last."""
 # Starts with a dot, which no path in a message may, so that no received file can replace it.
 _PROGRESS = ".progress.json"
 _MAX_PROGRESS_BYTES = 16 * 1024 * 1024
@@ -145,18 +147,25 @@ class PartFolder:
         Returns:
             At most `MAX_SPANS` ranges; an empty file is a range of length 0.
         """
-        covered: dict[str, list[tuple[int, int]]] = {
-            path: list(ranges) for path, ranges in self._ranges.items()
-        }
+        # Copies, since what is in flight is not on disk.
+        covered: dict[str, list[_Range]] = {}
+        for path, ranges in self._ranges.items():
+            covered[path] = list(ranges)
         for span in in_flight:
-            covered.setdefault(span.path, []).append((span.offset, span.offset + span.num_bytes))
+            ranges = covered.setdefault(span.path, [])
+            end = span.offset + span.num_bytes
+            ranges.append((span.offset, end))
         missing: list[Span] = []
         for entry in self.files:
             for start, end in _gaps(covered.get(entry.path, []), entry.num_bytes):
                 # An empty file is a gap of length 0, which needs one range too.
                 for offset in range(start, max(end, start + 1), max_span_bytes):
-                    num_bytes = min(max_span_bytes, end - offset)
-                    missing.append(Span(path=entry.path, offset=offset, num_bytes=num_bytes))
+                    span = Span(
+                        path=entry.path,
+                        offset=offset,
+                        num_bytes=min(max_span_bytes, end - offset),
+                    )
+                    missing.append(span)
                     if len(missing) == MAX_SPANS:
                         return missing
         return missing
@@ -230,12 +239,13 @@ class PartFolder:
     def _save(self) -> None:
         ranges = {path: tuple(file_ranges) for path, file_ranges in self._ranges.items()}
         progress = _Progress(files=self.files, ranges=ranges)
-        write_atomic(self._part / _PROGRESS, progress.model_dump_json().encode())
+        text = progress.model_dump_json()
+        write_atomic(self._part / _PROGRESS, text.encode())
 
 
-def _merge_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_ranges(ranges: list[_Range]) -> list[_Range]:
     """Sort ranges and join those that touch or overlap."""
-    merged: list[tuple[int, int]] = []
+    merged: list[_Range] = []
     for start, end in sorted(ranges):
         # Sorted by their start, so that only the last one can touch.
         if merged and start <= merged[-1][1]:
@@ -246,7 +256,7 @@ def _merge_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _gaps(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+def _gaps(ranges: list[_Range], size: int) -> list[_Range]:
     """Return what `ranges` leave open of [0, size); a file of which nothing came is a gap even when it is empty."""
     if not ranges:
         return [(0, size)]

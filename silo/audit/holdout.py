@@ -32,6 +32,6 @@ def holdout_mask(cohort: Cohort, policy: Policy) -> Tensor:
     """Return which images belong to units held out, boolean (N,)."""
     num_holdout = num_holdout_units(cohort.num_units, policy)
     by_rank_U = torch.argsort(cohort.rank_U, stable=True)
-    is_held_U = torch.zeros(cohort.num_units, dtype=torch.bool)
-    is_held_U[by_rank_U[:num_holdout]] = True
-    return is_held_U[cohort.unit_N]
+    is_holdout_U = torch.zeros(cohort.num_units, dtype=torch.bool)
+    is_holdout_U[by_rank_U[:num_holdout]] = True
+    return is_holdout_U[cohort.unit_N]

@@ -41,9 +41,9 @@ from silo.audit.worst import write_worst
 MAX_BLURRED = 128
 _BLUR = 0.01  # the standard deviation of the noise, as a share of the range
 _SPACES = ("pixels", "features")
-_QUERY_SETS = ("held", "blurred", "samples")
+_QUERY_SETS = ("holdout", "blurred", "samples")
 _Scores = Mapping[str, Tensor]
-"""What all attacks on one expert give, (I, A): `members` by its members' images, `held` by those of units held out."""
+"""What all attacks on one expert give, (I, A), for the images of `members` and of `holdout`."""
 
 
 @dataclass
@@ -93,8 +93,8 @@ def audit_expert(
     """
     limits = expert.plan.audit
     min_units = max(limits.min_holdout_units, MIN_UNITS)
-    if expert.num_held < min_units or expert.members.num_units < MIN_UNITS:
-        return inconclusive_audit(expert.expert_id, expert.num_held, limits)
+    if expert.num_holdout < min_units or expert.members.num_units < MIN_UNITS:
+        return inconclusive_audit(expert.expert_id, expert.num_holdout, limits)
     audit = _Audit(
         expert=expert,
         store=MeasurementStore.open(expert.folder / "parts", expert.digest),
@@ -108,9 +108,9 @@ def audit_expert(
     neighbours = _measure_neighbours(audit)
 
     # A unit held out whose image the expert learned from another unit is no test of anything.
-    is_duplicate_H = duplicates(neighbours["pixels of held"])
-    is_tested_U = torch.ones(expert.held.num_units, dtype=torch.bool)
-    is_tested_U[expert.held.unit_I[is_duplicate_H]] = False
+    is_duplicate_H = duplicates(neighbours["pixels of holdout"])
+    is_tested_U = torch.ones(expert.holdout.num_units, dtype=torch.bool)
+    is_tested_U[expert.holdout.unit_I[is_duplicate_H]] = False
     num_tested = int(is_tested_U.sum())
     if num_tested < min_units:
         return inconclusive_audit(expert.expert_id, num_tested, limits)
@@ -129,12 +129,12 @@ def audit_expert(
         are_sides_alike = True
 
     # The scale of copies comes from the units that are left, for the same reason.
-    is_tested_H = is_tested_U[expert.held.unit_I]
+    is_tested_H = is_tested_U[expert.holdout.unit_I]
     scales = {}
     copies = {}
     control_copies = {}
     for space in _SPACES:
-        holdout_HK = neighbours[f"{space} of held"][is_tested_H]
+        holdout_HK = neighbours[f"{space} of holdout"][is_tested_H]
         scale = CopyScale.of(holdout_HK, has_floor=space == "pixels")
         is_copy_B = scale.near_copies(neighbours[f"{space} of blurred"])
         scales[space] = scale
@@ -173,16 +173,16 @@ def _membership(
     attacked: Mapping[str, _Scores],
     name: str,
     member_U: Tensor,
-    held_U: Tensor,
+    holdout_U: Tensor,
 ) -> Membership:
     """Measure what attacks learn from the expert of this name, beside reference and shadows, on some of the units."""
     shadows = []
     for number in range(NUM_SHADOWS):
         shadow_scores = attacked[_shadow_name(number)]
-        shadows.append(_unit_scores(expert, shadow_scores, member_U, held_U))
+        shadows.append(_unit_scores(expert, shadow_scores, member_U, holdout_U))
     return measure_membership(
-        _unit_scores(expert, attacked[name], member_U, held_U),
-        reference=_unit_scores(expert, attacked["reference"], member_U, held_U),
+        _unit_scores(expert, attacked[name], member_U, holdout_U),
+        reference=_unit_scores(expert, attacked["reference"], member_U, holdout_U),
         shadows=shadows,
     )
 
@@ -192,7 +192,7 @@ def _shadow_name(number: int) -> str:
 
 
 def _num_evaluations(expert: AuditedExpert) -> int:
-    num_attacked = len(expert.members.image_I) + len(expert.held.image_I)
+    num_attacked = len(expert.members.image_I) + len(expert.holdout.image_I)
     training = expert.plan.expert.training
     # The search for neighbours encodes each learned image once.
     return expert.effort.num_evaluations(training, num_attacked) + len(expert.learned_N)
@@ -320,12 +320,12 @@ def _attack(
         # The same seeds for all experts: their scores are compared image by image.
         return {
             "members": score(expert.members.image_I, expert.seed),
-            "held": score(expert.held.image_I, expert.seed + 1),
+            "holdout": score(expert.holdout.image_I, expert.seed + 1),
         }
 
     scores = audit.store.load_or_measure(f"scores-{name}", measure)
     # Scores that were read from a file count too.
-    num_images = len(expert.members.image_I) + len(expert.held.image_I)
+    num_images = len(expert.members.image_I) + len(expert.holdout.image_I)
     audit.counter.add(CALLS * (num_images - num_attacked))
     return scores
 
@@ -334,18 +334,18 @@ def _unit_scores(
     expert: AuditedExpert,
     scores: _Scores,
     member_U: Tensor,
-    held_U: Tensor,
+    holdout_U: Tensor,
 ) -> UnitScores:
     """Select the scores of some of the units of either side."""
     members = expert.members
-    held = expert.held
+    holdout = expert.holdout
     is_selected_member_I = member_U[members.unit_I]
-    is_selected_other_I = held_U[held.unit_I]
+    is_selected_other_I = holdout_U[holdout.unit_I]
     return UnitScores(
         member_IA=scores["members"][is_selected_member_I],
-        other_IA=scores["held"][is_selected_other_I],
+        other_IA=scores["holdout"][is_selected_other_I],
         member_I=members.select(member_U).unit_I,
-        other_I=held.select(held_U).unit_I,
+        other_I=holdout.select(holdout_U).unit_I,
     )
 
 
@@ -417,13 +417,13 @@ def _search_neighbours(audit: _Audit) -> Mapping[str, Tensor]:
     expert = audit.expert
     blurred = _blurred_images(expert)
     queries: list[Mapping[str, Tensor]] = []
-    for image_B in torch.split(expert.held.image_I, CHUNK):
+    for image_B in torch.split(expert.holdout.image_I, CHUNK):
         images = expert.pixels[image_B]
         queries.append(_rows_in_spaces(expert, images))
     # All queries in one search, since each pass reads and encodes every learned image.
     queries.append(_rows_in_spaces(expert, blurred))
     queries.extend(_samples(audit))
-    sizes = [len(expert.held.image_I), len(blurred), expert.effort.num_samples]
+    sizes = [len(expert.holdout.image_I), len(blurred), expert.effort.num_samples]
 
     neighbours = {}
     for space in _SPACES:

@@ -69,7 +69,7 @@ class AuditedExpert:
         inputs: all images of the site as experts learn them, with their conditions.
         pixels: the same in pixels.
         learned_N: the numbers of the images that it learned.
-        held_N: the numbers of the images held out that are like its own.
+        holdout_N: the numbers of the images held out that are like its own.
         public: the public expert that it started from, which then is the reference.
         secret: of the site; decides which units are tested.
         num_samples: at most.
@@ -86,7 +86,7 @@ class AuditedExpert:
     inputs: Cohort
     pixels: Images
     learned_N: Tensor
-    held_N: Tensor
+    holdout_N: Tensor
     public: BaseExpert | None
     secret: bytes
     num_samples: int
@@ -109,13 +109,13 @@ class AuditedExpert:
     def digest(self) -> str:
         """Names everything that the measurement depends on."""
         learned_bytes = self.learned_N.numpy().tobytes()
-        held_bytes = self.held_N.numpy().tobytes()
+        holdout_bytes = self.holdout_N.numpy().tobytes()
         parts = [
             self.plan.digest,
             self.base.file.digest,
             self.inputs.digest,
             str(self.num_samples),
-            sha256_hex(learned_bytes + held_bytes),
+            sha256_hex(learned_bytes + holdout_bytes),
         ]
         text = " ".join(parts)
         return sha256_hex(text.encode())
@@ -131,32 +131,32 @@ class AuditedExpert:
         return int.from_bytes(digest[:7], "big")
 
     @cached_property
-    def num_held(self) -> int:
+    def num_holdout(self) -> int:
         """How many units are held out."""
-        held_units = self.inputs.unit_N[self.held_N]
-        return len(torch.unique(held_units))
+        holdout_units = self.inputs.unit_N[self.holdout_N]
+        return len(torch.unique(holdout_units))
 
     @cached_property
     def num_members(self) -> int:
         """How many of the units that the expert learned are tested: a reference needs the others to learn from."""
         learned_units = self.inputs.unit_N[self.learned_N]
         num_learned = len(torch.unique(learned_units))
-        return min(self.num_held, num_learned // 2)
+        return min(self.num_holdout, num_learned // 2)
 
     @cached_property
     def effort(self) -> Effort:
         """What the audit computes."""
         return effort_of(
             self.plan.expert.training,
-            self.num_members + self.num_held,
+            self.num_members + self.num_holdout,
             self.num_samples,
             trains_reference=self.public is None,
         )
 
     @cached_property
-    def held(self) -> AttackedUnits:
+    def holdout(self) -> AttackedUnits:
         """The units held out."""
-        return self._draw_units(self.held_N, self.num_held, self.seed)
+        return self._draw_units(self.holdout_N, self.num_holdout, self.seed)
 
     @cached_property
     def members(self) -> AttackedUnits:

@@ -14,6 +14,9 @@ from silo.review.facts import ReviewFacts
 
 MAX_EXPERTS = 8
 MAX_ATTACKS = 5
+_NamedFigure = tuple[str, Figure]
+# A sample and an image, both as PNG in `data:` addresses, and the image's number.
+_Pair = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class ExpertLeaks:
     """
 
     audit: ExpertAudit
-    rows: tuple[tuple[str, Figure], ...]
-    pairs: tuple[tuple[str, str, int], ...]
+    rows: tuple[_NamedFigure, ...]
+    pairs: tuple[_Pair, ...]
     suspects: tuple[int, ...]
 
 
@@ -40,7 +43,7 @@ def expert_leaks(site: Site, facts: ReviewFacts) -> tuple[ExpertLeaks, ...]:
     work = open_workspace(site, facts.draft.plan_id)
     leaks = []
     for audit in facts.audit.experts[:MAX_EXPERTS]:
-        pairs: tuple[tuple[str, str, int], ...] = ()
+        pairs: tuple[_Pair, ...] = ()
         suspects: tuple[int, ...] = ()
         # Pairs and suspects are kept beside the report, on this site alone.
         worst = read_worst(work.audit_folder(audit.expert_id))
@@ -50,21 +53,30 @@ def expert_leaks(site: Site, facts: ReviewFacts) -> tuple[ExpertLeaks, ...]:
             images = _pictures(thumbnails["images"], facts)
             pairs = tuple(zip(samples, images, document.pair_images, strict=False))
             suspects = document.suspects
-        leaks.append(ExpertLeaks(audit, figure_rows(audit), pairs, suspects))
+        leaks.append(
+            ExpertLeaks(
+                audit=audit,
+                rows=figure_rows(audit),
+                pairs=pairs,
+                suspects=suspects,
+            )
+        )
     return tuple(leaks)
 
 
-def figure_rows(audit: ExpertAudit) -> tuple[tuple[str, Figure], ...]:
+def figure_rows(audit: ExpertAudit) -> tuple[_NamedFigure, ...]:
     """Return the figures that decide, the strongest attacks by themselves and the control, with names."""
-    rows = [(f"AUC, {figure.name}", figure) for figure in audit.deciding_auc]
-    rows += [
-        (f"found at 1% false positives, {figure.name}", figure) for figure in audit.deciding_tpr
-    ]
+    rows: list[_NamedFigure] = []
+    for figure in audit.deciding_auc:
+        rows.append((f"AUC, {figure.name}", figure))
+    for figure in audit.deciding_tpr:
+        rows.append((f"found at 1% false positives, {figure.name}", figure))
     for figure in audit.copies:
         rows.append((f"near copies in {figure.name}", figure))
     # Which attack is the strongest is known afterwards, so that these figures are a little too high.
-    strongest = sorted(audit.auc, key=lambda figure: -figure.value)[:MAX_ATTACKS]
-    rows += [(f"AUC by itself, {figure.name}", figure) for figure in strongest]
+    strongest_first = sorted(audit.auc, key=lambda figure: -figure.value)
+    for figure in strongest_first[:MAX_ATTACKS]:
+        rows.append((f"AUC by itself, {figure.name}", figure))
     if audit.control is not None:
         rows.append((f"AUC on the overfitted copy, {audit.control.name}", audit.control))
     return tuple(rows)
@@ -76,5 +88,6 @@ def _pictures(rows: Tensor, facts: ReviewFacts) -> tuple[str, ...]:
     channels, *sides = facts.plan.data.shape
     if len(sides) != 2:
         return ()
-    shape = (channels, *(min(side, SIDE) for side in sides))
-    return inline(rows.reshape(len(rows), *shape), facts.plan.data.range)
+    thumbnail_sides = [min(side, SIDE) for side in sides]
+    thumbnails = rows.reshape(len(rows), channels, *thumbnail_sides)
+    return inline(thumbnails, facts.plan.data.range)

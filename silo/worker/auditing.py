@@ -43,14 +43,14 @@ class AuditInputs:
         site: this one.
         accepted: the plan.
         cohort: the images; experts may learn their latents instead.
-        held_N: which images are held out, shape (N,), bool.
+        holdout_N: which images are held out, shape (N,), bool.
         training: what the experts learn.
     """
 
     site: Site
     accepted: AcceptedPlan
     cohort: Cohort
-    held_N: Tensor
+    holdout_N: Tensor
     training: SiloTraining
 
 
@@ -88,7 +88,7 @@ def gather_audit_inputs(
     plan = accepted.plan
     files = accepted.files()
     settings = site.settings()
-    held_N = _held_out_once(work, cohort, policy)
+    holdout_N = _held_out_once(work, cohort, policy)
     training = SiloTraining(
         plan=plan,
         files=files,
@@ -100,10 +100,10 @@ def gather_audit_inputs(
         settings=settings.training,
         bundle=accepted.folder,
         own_experts=own_experts(site, plan, settings.silo_id),
-        held_N=held_N,
+        holdout_N=holdout_N,
     )
     return AuditInputs(
-        site=site, accepted=accepted, cohort=cohort, held_N=held_N, training=training
+        site=site, accepted=accepted, cohort=cohort, holdout_N=holdout_N, training=training
     )
 
 
@@ -141,18 +141,18 @@ def audit_experts(
     # A report is written once: another salt would give the same report another digest.
     if report_path.exists() and read_report(report_path).plan_id == plan.plan_id:
         return
-    num_held = len(torch.unique(inputs.cohort.unit_N[inputs.held_N]))
+    num_holdout = len(torch.unique(inputs.cohort.unit_N[inputs.holdout_N]))
     try:
         # By the units that are really held out, which is decided by now; `check_auditable` could only foresee them.
-        report = inconclusive_report(plan.plan_id, plan.audit, num_held)
+        report = inconclusive_report(plan.plan_id, plan.audit, num_holdout)
         if report is None:
             audits = _audit_each_expert(inputs, on_progress, should_stop)
-            report = join_reports(plan.plan_id, num_held, audits)
+            report = join_reports(plan.plan_id, num_holdout, audits)
     except Exception as error:
         # Whether an audit fails may depend on the images, so that a private expert must leave in spite of it.
         if plan.expert.privacy is None:
             raise
-        report = interrupted_report(plan.plan_id, num_held, error)
+        report = interrupted_report(plan.plan_id, num_holdout, error)
     write_atomic(report_path, report.encode())
 
 
@@ -195,7 +195,7 @@ def _subjects(inputs: AuditInputs) -> list[AuditedExpert]:
         like_own_N = part_N == number
         if isinstance(plan.partition, RandomPartition):
             # Every part is a random share of all images, so that all those held out are like its own.
-            like_own_N = torch.ones_like(inputs.held_N)
+            like_own_N = torch.ones_like(inputs.holdout_N)
         subject = AuditedExpert(
             expert_id=part.expert_id,
             expert=training.planned_expert(number, part.expert_id),
@@ -204,7 +204,7 @@ def _subjects(inputs: AuditInputs) -> list[AuditedExpert]:
             inputs=training.cohort,
             pixels=pixels,
             learned_N=learned_images[number],
-            held_N=torch.nonzero(inputs.held_N & like_own_N)[:, 0],
+            holdout_N=torch.nonzero(inputs.holdout_N & like_own_N)[:, 0],
             public=public_base(plan, training.bundle),
             secret=inputs.site.salt(),
             num_samples=training.policy.audit.num_samples,

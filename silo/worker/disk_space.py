@@ -46,12 +46,12 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     The experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
     of samples and of units held out.
     """
-    num_held = num_holdout_units(num_units, policy)
-    if num_held < plan.audit.min_holdout_units or not num_held:
+    num_holdout = num_holdout_units(num_units, policy)
+    if num_holdout < plan.audit.min_holdout_units or not num_holdout:
         return 0
     effort = effort_of(
         plan.expert.training,
-        num_held,
+        num_holdout,
         policy.audit.num_samples,
         trains_reference=plan.expert.base is None,
     )
@@ -59,12 +59,12 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     thumbnail_values = _thumbnail_values(plan)
     trained = (NUM_ATTACKED_EXPERTS - 1) * expert_bytes(plan) + (KEPT + 1) * checkpoint_bytes(plan)
     samples = _FLOAT_BYTES * num_samples * (thumbnail_values + plan.encoder.dim)
-    neighbours = _NEIGHBOURS_BYTES * (num_samples + MAX_IMAGES_PER_UNIT * num_held + MAX_BLURRED)
+    neighbours = _NEIGHBOURS_BYTES * (num_samples + MAX_IMAGES_PER_UNIT * num_holdout + MAX_BLURRED)
     # Scores of members and of units held out.
     scores = (
         NUM_ATTACKED_EXPERTS
         * 2
-        * num_held
+        * num_holdout
         * MAX_IMAGES_PER_UNIT
         * (_FLOAT_BYTES * len(names()) + 8)
     )

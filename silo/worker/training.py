@@ -56,7 +56,7 @@ class SiloTraining:
         settings: how this site trains.
         bundle: the folder with the plan's files, for a plan whose experts start from a public one.
         own_experts: this silo's experts of an earlier plan, by name, for a plan that trains them on.
-        held_N: which images no expert learns; None for none.
+        holdout_N: which images no expert learns; None for none.
         paid: the debit of a plan that trains privately.
     """
 
@@ -70,7 +70,7 @@ class SiloTraining:
     settings: TrainingSettings = TrainingSettings()
     bundle: Path | None = None
     own_experts: Mapping[str, BaseExpert] = field(default_factory=dict)
-    held_N: Tensor | None = None
+    holdout_N: Tensor | None = None
     paid: PaidTraining | None = None
 
     def parts(self) -> tuple[ExpertPart, ...]:
@@ -86,8 +86,8 @@ class SiloTraining:
         """The images that each expert learns, as `images_of_part` chooses them, none of them held out."""
         part_N = self.part_of_images(parts)
         open_N = torch.arange(len(self.fine_N))
-        if self.held_N is not None:
-            open_N = torch.nonzero(~self.held_N)[:, 0]
+        if self.holdout_N is not None:
+            open_N = torch.nonzero(~self.holdout_N)[:, 0]
         min_images = min_images_of_expert(self.plan, self.policy)
 
         images = []

@@ -69,37 +69,37 @@ class CheckpointStore:
             SplitViewError: two histories.
             DocumentError: the store itself is damaged.
         """
-        seen = self.load()
-        if seen is not None:
-            self.compare(seen, shown, subject)
+        known = self.load()
+        if known is not None:
+            self.compare(known, shown, subject)
 
-    def compare(self, seen: ProvenCheckpoint, shown: ProvenCheckpoint, subject: str) -> None:
+    def compare(self, known: ProvenCheckpoint, shown: ProvenCheckpoint, subject: str) -> None:
         """Compare two checkpoints; where they are of two histories, keep both as evidence.
 
         Raises:
             SplitViewError: two histories.
         """
         try:
-            check_same_history(seen, shown, subject)
+            check_same_history(known, shown, subject)
         except SplitViewError as error:
-            self.keep_evidence(error, seen.signed, shown.signed)
+            self.keep_evidence(error, known.signed, shown.signed)
             raise
 
     def keep_evidence(
         self,
         error: SplitViewError,
-        seen: SignedCheckpoint,
+        known: SignedCheckpoint,
         shown: SignedCheckpoint,
     ) -> None:
         """Write both signed checkpoints into a folder of their own, and name the folder in the error's remedy.
 
         The log cannot deny its signatures: with both checkpoints anybody can see that it showed two histories.
         """
-        evidence_digest = sha256_hex(seen.encode() + shown.encode())
+        evidence_digest = sha256_hex(known.encode() + shown.encode())
         folder = self.folder / f"split-view-{evidence_digest[:16]}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomic(folder / "seen.checkpoint", seen.encode())
+            write_atomic(folder / "seen.checkpoint", known.encode())
             write_atomic(folder / "shown.checkpoint", shown.encode())
             error.remedy = f"{error.default_remedy} Both signed checkpoints are in {folder}."
         except OSError as fault:
@@ -117,9 +117,9 @@ class CheckpointStore:
         """
         with locked_state_folder(self.folder, "a second history cannot be noticed"):
             self.check(shown, subject)
-            seen = self.load()
+            known = self.load()
             # A smaller checkpoint is of an older release, and would make the store forget entries.
-            if seen is None or shown.signed.size > seen.signed.size:
+            if known is None or shown.signed.size > known.signed.size:
                 checkpoint = shown.signed.encode().decode()
                 record = LogRecord(checkpoint=checkpoint, consistency=shown.proofs)
                 write_atomic(self.folder / _RECORD_NAME, record.encode())

@@ -26,11 +26,11 @@ class ProvenCheckpoint:
     proofs: ConsistencyProofs
 
 
-def check_same_history(seen: ProvenCheckpoint, shown: ProvenCheckpoint, subject: str) -> None:
+def check_same_history(known: ProvenCheckpoint, shown: ProvenCheckpoint, subject: str) -> None:
     """Check that one of two checkpoints is the beginning of the other.
 
     Args:
-        seen: what this reader, or another one, saw before.
+        known: what this reader, or another one, saw before.
         shown: what this reader is shown now.
         subject: what is shown, for errors.
 
@@ -38,18 +38,18 @@ def check_same_history(seen: ProvenCheckpoint, shown: ProvenCheckpoint, subject:
         SplitViewError: they differ at one size, or the proof from the earlier to the later one is missing or wrong.
     """
     # What is shown now may well be the earlier one, of an older release.
-    earlier, later = sorted((seen, shown), key=lambda checkpoint: checkpoint.signed.size)
+    earlier, later = sorted((known, shown), key=lambda checkpoint: checkpoint.signed.size)
     old = earlier.signed
     new = later.signed
     if old.checkpoint.origin != new.checkpoint.origin:
         raise SplitViewError(
             subject,
-            expected=f"log {seen.signed.checkpoint.origin}",
+            expected=f"log {known.signed.checkpoint.origin}",
             got="a log of another name",
         )
     if old.size == new.size:
         if old.root != new.root:
-            raise _split_view_error(seen, shown, subject)
+            raise _split_view_error(known, shown, subject)
         return
     proof = later.proofs.starting_at(old.size)
     if proof is None:
@@ -62,7 +62,7 @@ def check_same_history(seen: ProvenCheckpoint, shown: ProvenCheckpoint, subject:
     try:
         check_consistency(old.size, old.root, new.size, new.root, proof, subject)
     except (TrustError, FormatError) as error:
-        raise _split_view_error(seen, shown, subject) from error
+        raise _split_view_error(known, shown, subject) from error
 
 
 def check_against_entries(signed: SignedCheckpoint, entries: Sequence[bytes], subject: str) -> None:
@@ -89,13 +89,13 @@ def check_against_entries(signed: SignedCheckpoint, entries: Sequence[bytes], su
 
 
 def _split_view_error(
-    seen: ProvenCheckpoint,
+    known: ProvenCheckpoint,
     shown: ProvenCheckpoint,
     subject: str,
 ) -> SplitViewError:
     return SplitViewError(
         subject,
-        expected=f"a log that continues {_describe(seen.signed)}, as seen before",
+        expected=f"a log that continues {_describe(known.signed)}, as seen before",
         got=_describe(shown.signed),
     )
 

@@ -151,7 +151,7 @@ class Silo:
             inputs=self.cohort,
             pixels=self.cohort.images,
             learned_N=torch.arange(self.num),
-            held_N=torch.arange(self.num, self.cohort.num_units),
+            holdout_N=torch.arange(self.num, self.cohort.num_units),
             public=self.expert.base,
             secret=b"a table has no secrets",
             num_samples=_MOST_SAMPLES,

@@ -70,12 +70,12 @@ def with_a_duplicate(tiny: TinyFederation) -> None:
     data = Path(site.settings().data)
     shape = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
     cohort = cohort_at(data, shape, min_images=1, salt=site.salt(), unit="image", num_classes=None)
-    held_N = holdout_mask(cohort, site.policy())
-    assert int(held_N.sum()) == HELD
+    holdout_N = holdout_mask(cohort, site.policy())
+    assert int(holdout_N.sum()) == HELD
     with np.load(data) as stored:
         arrays = dict(stored)
-    learned = int((~held_N).nonzero()[0])
-    other = int(held_N.nonzero()[0])
+    learned = int((~holdout_N).nonzero()[0])
+    other = int(holdout_N.nonzero()[0])
     arrays["images"][learned] = arrays["images"][other]
     np.savez(data, **arrays)
 

@@ -156,8 +156,8 @@ def test_expert_learns_nothing_of_the_units_held_out(audited: PlannedFederation)
     inputs = gather_audit_inputs(
         tiny.sites[SILO], accepted, worker.workspace(), worker.policy, images, worker.cohort_path
     )
-    assert int(inputs.held_N.sum()) == 20
-    assert torch.equal(inputs.held_N, holdout_mask(images, worker.policy))
+    assert int(inputs.holdout_N.sum()) == 20
+    assert torch.equal(inputs.holdout_N, holdout_mask(images, worker.policy))
     assert worker.workspace().record(SILO).num_images == 60
 
 
