@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ddm.errors import ArchipelagoError, SetupError
@@ -16,6 +17,7 @@ from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
 from silo.check.launcher import LauncherFacts, find_launcher
 from silo.check.rules import PathMode, SiteFacts
+from silo.check.torch_build import has_nvidia_gpu, read_torch_build
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
 from silo.courier.reach import proxy_for, try_connection, without_password
@@ -28,6 +30,20 @@ _MAX_SMALL_BYTES = 1 << 20
 _NOT_OWNER = 0o077
 _NOT_GROUP = 0o007
 _ENCRYPTED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
+
+
+def read_machine() -> SiteFacts:
+    """Read what the machine has, without a site."""
+    return SiteFacts(
+        packages=tuple(check_packages()),
+        torch=read_torch_build(),
+        # The driver alone is no GPU for training: a torch built without CUDA finds none on a machine that has one.
+        has_gpu=has_nvidia_gpu(),
+        # Not `os.cpu_count()`: a container or a scheduler may allow this process only some of the cores.
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=available_bytes(),
+        has_text_reader=reader_path() is not None,
+    )
 
 
 class SiteFactsReader:
@@ -64,18 +80,11 @@ class SiteFactsReader:
             connection = try_connection(settings.address, site.courier / "ca.pem")
             host, _, _ = settings.address.rpartition(":")
             proxy = without_password(proxy_for(host))
-        # The driver alone is no GPU for training: a torch built without CUDA finds none on a machine that has one.
-        num_gpus, has_gpu = _gpus()
-        return SiteFacts(
+        return replace(
+            read_machine(),
             settings=settings,
             policy=policy,
-            packages=tuple(check_packages()),
-            num_gpus=num_gpus,
-            has_gpu=has_gpu,
-            # Not `os.cpu_count()`: a container or a scheduler may allow this process only some of the cores.
-            num_cores=len(os.sched_getaffinity(0)),
             launcher=launcher,
-            memory_bytes=available_bytes(),
             disk_bytes=self._try("disk", lambda: free_bytes(site.private)) or 0,
             ahead_s=ahead_s,
             connection=connection,
@@ -87,7 +96,6 @@ class SiteFactsReader:
             spent=self._try("ledger", lambda: self._spent(policy)),
             running=self._is_running(),
             problem=_problem(state),
-            has_text_reader=reader_path() is not None,
             errors=self._attempts.errors,
         )
 
@@ -174,19 +182,6 @@ class SiteFactsReader:
             process_id = int(json.loads(data)["worker"])
             return b"silo" in Path(f"/proc/{process_id}/cmdline").read_bytes()
         return False
-
-
-def _gpus() -> tuple[int | None, bool]:
-    """Return how many GPUs torch sees, None where it cannot be loaded, and whether the machine has one of NVIDIA's."""
-    has_driver = Path("/proc/driver/nvidia/version").exists()
-    try:
-        import torch
-    except (ImportError, OSError):
-        return None, has_driver
-    num_gpus = 0
-    if torch.cuda.is_available():
-        num_gpus = torch.cuda.device_count()
-    return num_gpus, has_driver
 
 
 def _problem(state: State | None) -> str | None:

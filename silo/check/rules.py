@@ -7,6 +7,7 @@ from ddm.errors import ArchipelagoError
 from ddm.system.console import human_bytes
 from ddm.system.findings import Finding, Findings, apply
 from silo.check.launcher import LauncherFacts, launcher_findings
+from silo.check.torch_build import TorchBuild
 from silo.config import Isolation, Policy, SiloSettings
 from silo.courier.clock import describe
 from silo.courier.reach import remedy_for
@@ -40,7 +41,7 @@ class SiteFacts:
         settings: silo.toml.
         policy: policy.toml.
         packages: what Python and the installed packages are not as they should be.
-        num_gpus: that torch sees; None where torch cannot be loaded.
+        torch: the one of this environment; None where it cannot be loaded.
         has_gpu: whether the machine has one of NVIDIA's.
         num_cores: that this process may use.
         launcher: what starts a job's processes; None where this machine trains by itself.
@@ -63,7 +64,7 @@ class SiteFacts:
     settings: SiloSettings | None = None
     policy: Policy | None = None
     packages: tuple[Finding, ...] = ()
-    num_gpus: int | None = 0
+    torch: TorchBuild | None = None
     has_gpu: bool = False
     num_cores: int = 1
     launcher: LauncherFacts | None = None
@@ -102,30 +103,38 @@ def _packages(facts: SiteFacts) -> Iterator[Finding]:
 
 def _device(facts: SiteFacts) -> Iterator[Finding]:
     settings = facts.settings
-    device = settings.training.device if settings else None
-    if facts.num_gpus is None:
+    # Without a site the machine is looked at as a new site would use it.
+    device = settings.training.device if settings else "auto"
+    torch = facts.torch
+    if torch is None:
         yield Finding(
             "torch",
             expected="a torch that loads",
             got="one that does not",
             remedy="Reinstall Archipelago (make setup).",
         )
-    elif device == "cuda" and not facts.num_gpus:
+    elif device == "cuda" and not torch.num_gpus:
         yield Finding(
             "training.device",
             expected="a GPU for training",
-            got="no GPU that torch sees",
-            remedy="Set training.device in silo.toml to auto or cpu, or install a torch built for this GPU.",
+            got=f"no GPU that {_words_of(torch)} sees",
+            remedy=f"Set training.device in silo.toml to auto or cpu. Or, for a GPU: {_remedy_for_gpu(torch)}",
         )
     # Training on the CPU would go on for weeks before anybody asked why.
-    elif device == "auto" and facts.has_gpu and not facts.num_gpus:
+    elif device == "auto" and facts.has_gpu and not torch.num_gpus:
         yield Finding(
             "GPU",
-            expected="one that torch sees",
-            got="one that it does not see; training takes the CPU",
-            remedy="Install a torch built with CUDA, or set training.device to cpu in silo.toml to say that it is "
-            "meant.",
+            expected="one that torch can use",
+            got=f"an NVIDIA GPU that {_words_of(torch)} cannot use; training takes the CPU",
+            remedy=f"{_remedy_for_gpu(torch)} Or set training.device to cpu in silo.toml to say that it is meant.",
             level="warn",
+        )
+    elif device != "cpu" and torch.unsupported_gpus:
+        yield Finding(
+            "GPU",
+            expected="one that torch was compiled for",
+            got=f"{', '.join(torch.unsupported_gpus)}, which {_words_of(torch)} was not compiled for",
+            remedy="Install a torch for this GPU, or set training.device to cpu in silo.toml.",
         )
     if settings and settings.threads > facts.num_cores:
         yield Finding(
@@ -135,6 +144,18 @@ def _device(facts: SiteFacts) -> Iterator[Finding]:
             remedy="Lower threads in silo.toml: more of them than cores slow each other down.",
             level="warn",
         )
+
+
+def _words_of(torch: TorchBuild) -> str:
+    if torch.cuda is None:
+        return f"torch {torch.version}, a build for CPUs,"
+    return f"torch {torch.version}, built with CUDA {torch.cuda},"
+
+
+def _remedy_for_gpu(torch: TorchBuild) -> str:
+    if torch.cuda is None:
+        return "Install the build with CUDA: make setup TORCH=cuda."
+    return f"Install a driver for CUDA {torch.cuda} (nvidia-smi shows the present one)."
 
 
 def _launcher(facts: SiteFacts) -> Iterator[Finding]:
@@ -287,6 +308,14 @@ def _work(facts: SiteFacts) -> Iterator[Finding]:
         )
 
 
+def examine_machine(facts: SiteFacts) -> Findings:
+    """Apply the rules about the machine alone, before there is a site."""
+    rules = {check: _RULES[check] for check in _MACHINE_CHECKS}
+    return apply(rules, facts, facts.errors)
+
+
+# What needs no site.
+_MACHINE_CHECKS = ("packages", "device", "memory", "burned-in text")
 _RULES: Mapping[str, Callable[[SiteFacts], Iterator[Finding]]] = {
     "configuration": _no_more,
     "packages": _packages,

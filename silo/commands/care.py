@@ -8,7 +8,7 @@ import typer
 
 from ddm.errors import DecisionLogError, MissingFileError, SetupError
 from ddm.system.console import say, table
-from silo.commands.options import JsonOption, SiteArgument
+from silo.commands.options import JsonOption, MaybeSiteArgument, SiteArgument
 from silo.config import Site
 
 if TYPE_CHECKING:
@@ -17,16 +17,23 @@ if TYPE_CHECKING:
 
 
 def check(
-    site: SiteArgument,
+    site: MaybeSiteArgument = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check site and machine for present and coming problems, with a remedy for each; exit code 3 if a check fails."""
-    from ddm.system.findings import print_findings
-    from silo.check.reading import SiteFactsReader
-    from silo.check.rules import examine
+    """Check site and machine for present and coming problems, with a remedy for each; exit code 3 if a check fails.
 
+    Without a site the command checks the machine alone.
+    """
+    from ddm.system.findings import print_findings
+    from silo.check.reading import SiteFactsReader, read_machine
+    from silo.check.rules import examine, examine_machine
+
+    if site is None:
+        findings = examine_machine(read_machine())
+    else:
+        findings = examine(SiteFactsReader(Site(site).require()).facts())
     # A finding is no error of this command. It is printed above, and the exit code tells scripts.
-    if not print_findings(examine(SiteFactsReader(Site(site).require()).facts()), as_json=as_json):
+    if not print_findings(findings, as_json=as_json):
         raise typer.Exit(SetupError.exit_code)
 
 

@@ -25,7 +25,8 @@ from ddm.system.processes import program
 from ddm.training.config import TrainingSettings
 from silo.check import reading
 from silo.check.reading import SiteFactsReader
-from silo.check.rules import examine
+from silo.check.rules import SiteFacts, examine, examine_machine
+from silo.check.torch_build import TorchBuild, is_compiled_for
 from silo.cli import app
 from silo.config import Site
 from silo.courier.reach import try_connection
@@ -302,9 +303,55 @@ def test_key_without_a_passphrase_and_a_gpu_that_is_not_there_fail(site: Site) -
     on_gpu = facts.settings.model_copy(
         update={"training": facts.settings.training.model_copy(update={"device": "cuda"})}
     )
-    assert examine(replace(facts, settings=on_gpu, num_gpus=0))["device"][0].level == "fail"
-    assert not examine(replace(facts, settings=on_gpu, num_gpus=1))["device"]
-    assert examine(replace(facts, num_gpus=0, has_gpu=True))["device"][0].level == "warn"
+    without_gpu = TorchBuild("2.13.0+cpu", cuda=None)
+    on_one = TorchBuild("2.13.0", cuda="13.0", num_gpus=1)
+    assert examine(replace(facts, settings=on_gpu, torch=without_gpu))["device"][0].level == "fail"
+    assert not examine(replace(facts, settings=on_gpu, torch=on_one))["device"]
+
+
+def test_machine_is_checked_without_a_site(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_app(app, ["check", "--json"])
+    assert not left.value.code
+    assert list(json.loads(capsys.readouterr().out)) == [
+        "packages",
+        "device",
+        "memory",
+        "burned-in text",
+    ]
+
+
+def test_gpu_that_this_torch_cannot_use_is_found_with_the_build_that_could() -> None:
+    facts = SiteFacts(has_gpu=True, torch=TorchBuild("2.13.0+cpu", cuda=None))
+    (finding,) = examine_machine(facts)["device"]
+    assert finding.level == "warn" and "make setup TORCH=cuda" in finding.remedy
+    facts = replace(facts, torch=TorchBuild("2.13.0", cuda="13.0"))
+    (finding,) = examine_machine(facts)["device"]
+    assert "driver" in finding.remedy
+    facts = replace(
+        facts, torch=TorchBuild("2.13.0", cuda="13.0", num_gpus=1, unsupported_gpus=("Tesla K80",))
+    )
+    (finding,) = examine_machine(facts)["device"]
+    assert finding.level == "fail" and "Tesla K80" in finding.got
+    assert not examine_machine(replace(facts, torch=TorchBuild("2.13.0", "13.0", num_gpus=1)))[
+        "device"
+    ]
+
+
+def test_compiled_code_runs_on_later_minor_versions_and_translated_code_on_all_later_ones() -> None:
+    for capability, architectures, is_fit in [
+        ((8, 9), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((7, 0), ["compute_80"], False),
+        ((12, 0), ["sm_90", "sm_120"], True),
+        ((9, 1), ["sm_90a"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((9, 0), ["gfx90a"], False),
+    ]:
+        with case((capability, architectures)):
+            assert is_compiled_for(capability, architectures) is is_fit
 
 
 def test_too_little_memory_or_disk_and_a_wrong_clock_are_found(site: Site) -> None:
