@@ -1,6 +1,7 @@
 """A plan whose experts start from a base, and the next plan that starts from one of these: two silos, in process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +12,21 @@ import torch
 
 from aggregator.intake.examination import Examiner
 from aggregator.intake.screening import absolute_faults
-from aggregator.planning.released_base import compare_experts, expert_source, verify_base_release
-from ddm.errors import DocumentError, PolicyError, SetupError
+from aggregator.planning.released_base import (
+    compare_experts,
+    expert_source,
+    student_source,
+    verify_base_release,
+)
+from ddm.distillation.student import OwnSamples, Student, StudentOrigin
+from ddm.errors import DigestError, DocumentError, PolicyError, SetupError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.release import Release, open_release
 from ddm.models import build_expert
 from ddm.planning.recipe import ReleaseBaseRecipe
 from ddm.protocol.architecture import Dit
-from ddm.protocol.bases import ExpertBase, FileBase
+from ddm.protocol.base import File
+from ddm.protocol.bases import ExpertBase, FileBase, StudentBase
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedExpert
 from tests.support.commands import run_command
@@ -256,3 +264,47 @@ def lazy_expert(
     path.parent.mkdir(parents=True)
     save_tensors(path, weights)
     return honest.model_copy(update={"file": honest.file.of(honest.file.path, path)})
+
+
+def write_student(first: FirstRound, path: Path, manifest: str) -> None:
+    """What `ddm distill` leaves, with north's weights and the digest of a release's manifest."""
+    save_tensors(path, first.weights("north"))
+    plan = first.opened.plan
+    record = Student(
+        source=StudentOrigin(
+            plan_id=plan.plan_id, version=1, manifest=manifest, root=plan.root_digest
+        ),
+        images=OwnSamples(num=64, seed=0),
+        teacher="label",
+        data=plan.data,
+        architecture=plan.expert.architecture,
+        path="linear",
+        t_distribution=plan.t_distribution,
+        training=plan.expert.training,
+        loss=0.5,
+        seconds=1.0,
+        file=File.of(path.name, path),
+    )
+    path.with_suffix(".json").write_bytes(record.encode())
+
+
+def test_student_is_a_base_where_all_of_its_teachers_agreed(
+    first: FirstRound, tmp_path: Path
+) -> None:
+    path = tmp_path / "student.safetensors"
+    write_student(first, path, "0" * 64)
+    with pytest.raises(DigestError):
+        student_source(first.opened, path)
+    write_student(first, path, first.opened.manifest_digest)
+    # East did not agree, and the student knows what east's expert knows.
+    with pytest.raises(PolicyError) as caught:
+        student_source(first.opened, path)
+    assert "east" in (caught.value.got or "") and "north" not in (caught.value.got or "")
+    submissions = {
+        silo_id: submission.model_copy(update={"serve_as_base": True})
+        for silo_id, submission in first.opened.submissions.items()
+    }
+    source = student_source(replace(first.opened, submissions=submissions), path)
+    assert isinstance(source.origin, StudentBase)
+    assert (source.origin.silos, source.num_images) == (("east", "north"), 64)
+    assert not source.origin.trained_privately

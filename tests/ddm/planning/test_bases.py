@@ -1,0 +1,221 @@
+"""The base that a recipe names: opened from a file or a folder of diffusers, fitted, and stated in the plan."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ddm.errors import MissingFileError, SetupError, TensorFileError
+from ddm.io.tensors import save_tensors
+from ddm.models import build_expert
+from ddm.planning.bases import BaseSpace, OpenedBase, check_licence, open_base
+from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition
+from ddm.protocol.bases import PERMISSIVE_LICENCES, FileBase, licence_misfit
+from ddm.protocol.latent import IdentityLatent
+from ddm.protocol.learning import FullAdaptation
+from ddm.protocol.plan import Plan
+from tests.support.documents import plan_document, to_bytes
+from tests.support.federation import recipe
+
+SHAPE = (1, 4, 4)
+SIZES = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
+TRAINING = {"num_steps": 6, "batch_size": 8, "precision": "fp32"}
+EXPERT = {"architecture": SIZES, "training": TRAINING}
+DIFFUSERS_CONFIG = {
+    "_class_name": "DiTTransformer2DModel",
+    "_diffusers_version": "0.35.0",
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 1,
+    "out_channels": 2,
+    "num_layers": 1,
+    "sample_size": 8,
+    "patch_size": 2,
+    "num_embeds_ada_norm": 3,
+}
+
+
+def weights_file(path: Path, shape: tuple[int, ...] = SHAPE) -> Path:
+    save_tensors(path, build_expert(Dit.model_validate(SIZES), shape, seed=1).state_dict())
+    return path
+
+
+def opened(chosen: dict[str, Any], condition: Condition = NoCondition()) -> OpenedBase:
+    base = open_base(recipe(base=chosen, expert=EXPERT), SHAPE, condition, None)
+    assert base is not None
+    return base
+
+
+def diffusers_folder(folder: Path, **changes: object) -> Path:
+    """A small DiT in the layout of diffusers, with made weights."""
+    random = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        return 0.1 * torch.randn(shape, generator=random)
+
+    tensors = {"pos_embed.proj.weight": made(16, 1, 2, 2), "pos_embed.proj.bias": made(16)}
+    block = "transformer_blocks.0"
+    layers = {
+        f"{block}.norm1.emb.timestep_embedder.linear_1": (16, 256),
+        f"{block}.norm1.emb.timestep_embedder.linear_2": (16, 16),
+        f"{block}.norm1.linear": (96, 16),
+        **{f"{block}.attn1.to_{name}": (16, 16) for name in ("q", "k", "v", "out.0")},
+        f"{block}.ff.net.0.proj": (64, 16),
+        f"{block}.ff.net.2": (16, 64),
+        "proj_out_1": (32, 16),
+        "proj_out_2": (8, 16),
+    }
+    for name, shape in layers.items():
+        tensors[f"{name}.weight"] = made(*shape)
+        tensors[f"{name}.bias"] = made(shape[0])
+    tensors[f"{block}.norm1.emb.class_embedder.embedding_table.weight"] = made(4, 16)
+    folder.mkdir()
+    save_tensors(folder / "diffusion_pytorch_model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(DIFFUSERS_CONFIG | changes), "utf-8")
+    return folder
+
+
+def test_all_weights_are_trained_from_a_base_at_half_the_rate_where_the_recipe_says_no_more(
+    tmp_path: Path,
+) -> None:
+    plain = recipe(expert=EXPERT).expert
+    base = {"kind": "file", "file": "base.safetensors", "licence": "MIT"}
+    warm = recipe(expert=EXPERT, base=base).expert
+    assert plain.adaptation == FullAdaptation()
+    assert warm.adaptation == FullAdaptation(base="plan/base.safetensors")
+    assert warm.training.learning_rate == plain.training.learning_rate / 2
+    stated = EXPERT | {"training": TRAINING | {"learning_rate": 0.003}}
+    assert recipe(expert=stated, base=base).expert.training.learning_rate == 0.003
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adaptation": {"kind": "own", "plan_id": "digits-0123abcd"}, "base": True},
+        {"adaptation": {"kind": "lora", "rank": 2, "alpha": 2.0}, "base": False},
+        {"adaptation": {"kind": "full", "base": "plan/base.safetensors"}, "base": False},
+    ],
+    ids=["own with a base", "lora without one", "full without the one it names"],
+)
+def test_recipe_is_refused_when_base_and_adaptation_do_not_belong_together(
+    changes: dict[str, Any],
+) -> None:
+    base = {"kind": "file", "file": "base.safetensors", "licence": "MIT"}
+    tables = {"base": base} if changes["base"] else {}
+    with pytest.raises(ValidationError):
+        recipe(expert=EXPERT | {"adaptation": changes["adaptation"]}, **tables)
+
+
+def test_file_is_opened_and_its_positions_span_what_it_knows(tmp_path: Path) -> None:
+    path = weights_file(tmp_path / "base.safetensors", (1, 2, 2))
+    base = opened(
+        {"kind": "file", "file": str(path), "licence": "MIT", "shape": [1, 2, 2], "path": "edm"}
+        | {"prediction": "v"}
+    )
+    stated = base.describe("0" * 64)
+    assert isinstance(stated.origin, FileBase) and stated.num_images is None
+    assert (stated.objective.path, stated.objective.prediction) == ("edm", "v")
+    assert stated.changes == ("samples of 4 x 4 instead of 2 x 2",)
+    placed = base.place(recipe(expert=EXPERT).expert, SHAPE).architecture
+    assert isinstance(placed, Dit) and placed.position_grid == (1, 1)
+
+
+def test_folder_of_diffusers_is_opened_without_diffusers(tmp_path: Path) -> None:
+    folder = diffusers_folder(tmp_path / "dit")
+    base = opened(
+        {"kind": "diffusers", "folder": str(folder), "licence": "CC-BY-NC-4.0", "num_images": 9}
+    )
+    stated = base.describe("0" * 64)
+    assert isinstance(stated.origin, FileBase)
+    assert stated.origin.layout == "DiTTransformer2DModel"
+    assert (stated.objective.path, stated.objective.prediction) == ("ddpm_linear", "eps")
+    assert any("classes left out" in change for change in stated.changes)
+    assert "DiTTransformer2DModel" in stated.words and "CC-BY-NC-4.0" in stated.words
+
+
+@pytest.mark.parametrize(
+    ("spoil", "subject"),
+    [
+        (lambda folder: (folder / "config.json").write_text("[]"), "_class_name"),
+        (
+            lambda folder: (folder / "config.json").write_text(
+                json.dumps(DIFFUSERS_CONFIG | {"_class_name": "UNet3DConditionModel"})
+            ),
+            "_class_name",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text(
+                json.dumps(DIFFUSERS_CONFIG | {"norm_type": "ada_norm"})
+            ),
+            "norm_type",
+        ),
+    ],
+    ids=["no object", "other network", "other normalisation"],
+)
+def test_folder_of_another_network_is_refused_by_the_field_of_its_configuration(
+    tmp_path: Path, spoil: Callable[[Path], object], subject: str
+) -> None:
+    folder = diffusers_folder(tmp_path / "dit")
+    spoil(folder)
+    with pytest.raises(SetupError) as caught:
+        opened({"kind": "diffusers", "folder": str(folder), "licence": "MIT"})
+    assert caught.value.subject == f"base, config.json, {subject}"
+
+
+def test_base_that_is_missing_or_a_pickle_is_refused(tmp_path: Path) -> None:
+    chosen = {"kind": "file", "file": str(tmp_path / "base.safetensors"), "licence": "MIT"}
+    with pytest.raises(MissingFileError):
+        opened(chosen)
+    torch.save({"head.weight": torch.zeros(2)}, tmp_path / "base.safetensors")
+    with pytest.raises(TensorFileError):
+        opened(chosen)
+
+
+def test_tensors_with_other_sides_than_the_configuration_says_are_refused(tmp_path: Path) -> None:
+    folder = diffusers_folder(tmp_path / "dit", out_channels=3)
+    with pytest.raises(TensorFileError):
+        opened({"kind": "diffusers", "folder": str(folder), "licence": "MIT"})
+
+
+@pytest.mark.parametrize(
+    ("base", "release", "fits"),
+    [
+        ("Apache-2.0", "CC-BY-NC-4.0", True),
+        ("CC-BY-NC-4.0", "CC-BY-NC-4.0", True),
+        ("CC-BY-NC-4.0", "CC-BY-4.0", False),
+        ("CC-BY-SA-4.0", "CC0-1.0", False),
+    ],
+)
+def test_licence_of_a_base_is_permissive_or_that_of_the_releases(
+    tmp_path: Path, base: str, release: str, fits: bool
+) -> None:
+    assert (licence_misfit(base, release) is None) == fits
+    path = weights_file(tmp_path / "base.safetensors")
+    chosen = opened({"kind": "file", "file": str(path), "licence": base})
+    if fits:
+        check_licence(chosen, release)
+        return
+    with pytest.raises(SetupError):
+        check_licence(chosen, release)
+    assert base not in PERMISSIVE_LICENCES
+
+
+def test_base_of_other_latents_or_of_classes_in_another_order_is_refused() -> None:
+    plan = Plan.parse(to_bytes(plan_document()), subject="plan")
+    BaseSpace(IdentityLatent(), None, NoCondition()).check(plan)
+    with pytest.raises(SetupError) as caught:
+        BaseSpace(IdentityLatent(), "a" * 64, NoCondition()).check(plan)
+    assert caught.value.subject == "recipe, latent"
+
+    named = ClassCondition(num_classes=3, names=("lung", "heart", "skull"))
+    by_class = plan.model_copy(update={"condition": named})
+    same_order = ClassCondition(num_classes=2, names=("lung", "heart"))
+    BaseSpace(IdentityLatent(), None, same_order).check(by_class)
+    other_order = ClassCondition(num_classes=2, names=("heart", "lung"))
+    with pytest.raises(SetupError) as caught:
+        BaseSpace(IdentityLatent(), None, other_order).check(by_class)
+    assert caught.value.subject == "recipe, condition.names"
