@@ -147,8 +147,16 @@ def read_silo(
     )
 
 
-def unnamed_silo(silo_id: str) -> SiloStatus:
-    """Return the status of a silo that is enrolled and that the plan in force does not name: nothing is requested."""
+def unnamed_silo(
+    federation: Federation,
+    plan: Plan | None,
+    silo_id: str,
+) -> SiloStatus:
+    """Return the status of a silo that is enrolled and that the plan in force, if any, does not name."""
+    last_seen = None
+    if plan is not None:
+        # It is told so, and nothing else is requested of it.
+        last_seen = _last_seen(SiloFolders.of(federation, plan.plan_id, silo_id).incoming)
     standing: Standing = "unnamed"
     return SiloStatus(
         silo_id=silo_id,
@@ -157,7 +165,7 @@ def unnamed_silo(silo_id: str) -> SiloStatus:
         progress=0,
         code=0,
         person=STANDINGS[standing].person,
-        last_seen=None,
+        last_seen=last_seen,
         arrival=None,
         submissions=(),
         final=True,

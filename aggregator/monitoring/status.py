@@ -202,7 +202,9 @@ def _unnamed_silos(
     except ArchipelagoError as error:
         problems.append(_short(error))
         return ()
-    return tuple(unnamed_silo(silo_id) for silo_id in cards if silo_id not in named)
+    return tuple(
+        unnamed_silo(federation, plan, silo_id) for silo_id in cards if silo_id not in named
+    )
 
 
 def _departures(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Departure]:

@@ -191,10 +191,9 @@ class SiloDelivery:
         """
         max_messages = max(max_messages, 0)
         if self.is_finished:
-            # One whose submission was accepted may still leave the plan, while the others are at work.
-            if self._takes_part:
-                return self._status_queries(in_flight)[:max_messages]
-            return []
+            # One whose submission was accepted may still leave the plan, while the others are at work. One that the
+            # plan does not name hears so.
+            return self._status_queries(in_flight)[:max_messages]
 
         earlier = self._earlier_receipts()
         if earlier:
@@ -268,6 +267,7 @@ class SiloDelivery:
             max_bytes = 0
         query = StatusQuery(
             plan_id=self.plan_id,
+            named=self._takes_part,
             known=self._status,
             received=received,
             max_bytes=max_bytes,
@@ -383,6 +383,9 @@ class SiloDelivery:
             }
             write_atomic(status_path, json.dumps(status).encode())
         self._status = report.status
+        # Nothing else is taken from a silo that the plan does not name.
+        if not self._takes_part:
+            return
         # The first one counts. It is signed, and intake verifies it.
         if report.leave and not (self._incoming / LEAVE_NAME).exists():
             write_atomic(self._incoming / LEAVE_NAME, report.leave.encode())

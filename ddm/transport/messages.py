@@ -148,11 +148,13 @@ class Offer(_MessageWithFiles):
 class StatusQuery(Model):
     """Report how far the worker is: at once if it is further than `known` or `received`, else after `wait_s` seconds.
 
-    A new submission's first bytes, at most `max_bytes` of them, come along with the reply.
+    A new submission's first bytes, at most `max_bytes` of them, come along with the reply. `named` says whether the
+    plan names the silo: one that was enrolled after it was signed hears so, and need not look for a fault of its own.
     """
 
     kind: Literal["status_query"] = "status_query"
     plan_id: PlanId
+    named: bool = True
     known: Status
     max_bytes: NumBytes
     received: Annotated[int, Field(ge=0, le=1_000_000)]

@@ -39,6 +39,7 @@ from ddm.transport.messages import (
 from ddm.transport.sequences import sequence_numbers
 from ddm.transport.shards import list_folder, read_spans, whole_spans
 from silo.config import Site
+from silo.unnamed import note_naming
 
 _MAX_STATUS_BYTES = 4096
 _SETTLE_S = 5.0
@@ -154,6 +155,7 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
     A message costs a second of computing here, so states that follow each other quickly share one. The reply holds the
     worker's status, the newest submission that has no receipt, and its first bytes.
     """
+    note_naming(limits.site, query.plan_id, named=query.named)
     deadline = time.monotonic() + query.wait_s
     settled_at = min(time.monotonic() + _SETTLE_S, deadline)
     # One message of the aggregator waits here for news, so that it need not ask again and again.

@@ -14,6 +14,7 @@ from ddm.transport.messages import StatusFile
 from silo.config import Site
 from silo.courier.inbox import MAX_STATUS_BYTES, Inbox
 from silo.courier.supernode import REFUSED, UNREACHABLE, Courier
+from silo.unnamed import read_unnamed_plan
 
 _CLOSE_S = 30.0
 _EXPLAIN_EVERY_S = 15.0
@@ -56,6 +57,7 @@ def watch_courier(courier: Courier, ended: threading.Event, site: Site) -> None:
     Between two plans the aggregator need not run, so that no warning is logged if it does not answer then.
     """
     logged_problem: str | None = None
+    logged_plan: str | None = None
     explanation = ""
     explained_at = -math.inf
     while not ended.wait(1.0):
@@ -73,9 +75,11 @@ def watch_courier(courier: Courier, ended: threading.Event, site: Site) -> None:
                 problem = explanation
             else:
                 explained_at = -math.inf
+            unnamed_plan = read_unnamed_plan(site.path)
         except OSError as error:
             # A full disk perhaps. The next second tries again.
             problem = error.strerror or type(error).__name__
+            unnamed_plan = None
         # The courier is looked at once a second, for weeks: only a change is worth a line.
         if problem != logged_problem:
             level = logging.WARNING
@@ -83,6 +87,12 @@ def watch_courier(courier: Courier, ended: threading.Event, site: Site) -> None:
                 level = logging.INFO
             _log.log(level, "courier: %s", problem or "connected")
             logged_problem = problem
+        if unnamed_plan is not None and unnamed_plan != logged_plan:
+            _log.info(
+                "courier: plan %s is in force and requires nothing of this silo, which waits for the next plan",
+                unnamed_plan,
+            )
+        logged_plan = unnamed_plan
 
 
 def between_plans(site: Site) -> bool:

@@ -29,6 +29,7 @@ class Circumstances:
         stopped_for_pause: whether the worker has stopped its work for the pause.
         approved: whether a person's approval waits for the worker.
         waiting_plan: a plan that waits until a person accepts it.
+        unnamed_plan: the plan in force, where the aggregator said that it does not name this site.
     """
 
     running: bool
@@ -37,6 +38,7 @@ class Circumstances:
     stopped_for_pause: bool = False
     approved: bool = False
     waiting_plan: WaitingPlan | None = None
+    unnamed_plan: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class _Words:
 
 
 _WORDS: Mapping[SiloState, _Words] = {
-    "waiting": _Words("no plan names this site yet", "no plan names this site yet"),
+    "waiting": _Words(
+        "no plan for this site has arrived yet", "no plan for this site has arrived yet"
+    ),
     "plan_accepted": _Words(
         "the plan was accepted; the images are being read",
         "the plan was accepted; the images are not read yet",
@@ -85,7 +89,7 @@ _WORDS: Mapping[SiloState, _Words] = {
     "training": _Words("the experts are being trained", "the training is not finished"),
     "auditing": _Words(
         "the experts are trained; the leak audit is measuring what they remember",
-        "the experts are trained; the leak audit is not finished",
+        "the experts are trained; the leak audit has not let them leave yet",
     ),
     "audited": _Words(
         "the experts are audited; the statistics are being drawn, which spends epsilon",
@@ -253,6 +257,11 @@ def _describe_progress(state: State, circumstances: Circumstances, site: str) ->
     now = describe_state(state, running=circumstances.running)
     run = f"silo run {site}"
     match state.state:
+        case "waiting" if circumstances.unnamed_plan is not None:
+            return Situation(
+                f"plan {circumstances.unnamed_plan} is in force and does not name this site, as it was signed before; "
+                "the next plan may"
+            )
         case "plan_refused":
             return Situation(
                 now=now,

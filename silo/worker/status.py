@@ -10,6 +10,7 @@ from ddm.system.console import human_bytes, human_seconds
 from silo.audit.document import read_report
 from silo.config import AUDIT_REPORT, Site
 from silo.plan.consent import is_accepted, read_waiting
+from silo.unnamed import read_unnamed_plan
 from silo.worker.approval import approval_path
 from silo.worker.descriptions import Circumstances, Situation, describe_site, situation_lines
 from silo.worker.pause import Pause, is_halted, present_pause
@@ -37,6 +38,7 @@ _DONE: Mapping[StateName, str] = {
 }
 _STAGES = ("images", "clusters", "training", "audit", "statistics", "approval", "receipt")
 _AUDITED: tuple[StateName, ...] = (
+    "auditing",
     "audited",
     "released",
     "awaiting_approval",
@@ -226,6 +228,7 @@ def read_status(site: Site) -> SiteStatus:
         stopped_for_pause=is_halted(site),
         approved=approval_path(site).exists(),
         waiting_plan=waiting_plan,
+        unnamed_plan=read_unnamed_plan(site.path),
     )
     return SiteStatus(
         silo_id=site.settings().silo_id,

@@ -186,3 +186,19 @@ def test_bundle_is_not_sent_a_thousand_times_when_a_silo_lacks_the_same_range_a_
     with pytest.raises(FormatError):
         delivery.take(offer, Envelope(BundleProgress(missing=(whole, half))))
     assert delivery.take(offer, Envelope(BundleProgress(missing=(half,)))) == 0
+
+
+def test_silo_that_the_plan_does_not_name_hears_so_and_nothing_is_fetched_from_it(
+    tmp_path: Path,
+) -> None:
+    limits = TransferLimits(shard_bytes=1000, max_submission_bytes=1000, wait_s=0)
+    delivery = SiloDelivery(tmp_path, PLAN, "west", index=(), limits=limits, takes_part=False)
+    assert delivery.is_finished
+    (query,) = [envelope.message for envelope in delivery.next_requests([], 4)]
+    assert isinstance(query, StatusQuery) and not query.named
+    # The attack: it announces a submission to a plan that it has no part in.
+    files = (IndexEntry(path="expert", num_bytes=1),)
+    report = StatusReport(status=Status(state="in_outbox"), sequence=1, files=files)
+    assert delivery.take(query, Envelope(report)) == 0
+    assert not delivery.is_pulling
+    assert not list((tmp_path / "incoming" / PLAN / "west").glob("1*"))

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import TransportError
-from ddm.transport.messages import SiloState
+from ddm.transport.messages import Envelope, SiloState, Status, StatusQuery
 from silo.config import Site
+from silo.courier.handlers import SiteLimits, answer
 from silo.courier.service import CourierWatch, watch_courier
 from silo.courier.supernode import UNREACHABLE
+from silo.unnamed import read_unnamed_plan
+from silo.worker.descriptions import Circumstances, describe_site
 from silo.worker.state import State, write_courier_status
 
 
@@ -106,3 +109,29 @@ def test_missing_connection_is_explained_once_and_again_after_the_next_success(
         f"courier: {UNREACHABLE}",
     ]
     assert courier.num_asked == 2
+
+
+def test_silo_that_the_plan_does_not_name_hears_so_once_and_no_word_of_its_key(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "silo")
+    (tmp_path / "courier").mkdir()
+    (tmp_path / "outbox").mkdir()
+    limits = SiteLimits(tmp_path, bundle_bytes=1, shard_bytes=1, submission_bytes=1)
+    ask = StatusQuery(
+        plan_id="tiny-00000002",
+        named=False,
+        known=Status(),
+        received=0,
+        max_bytes=0,
+        wait_s=0,
+    )
+    assert answer(Envelope(ask), limits).message.code == 0
+    assert read_unnamed_plan(tmp_path) == "tiny-00000002"
+    courier = Scripted(*3 * [lambda: None])
+    watch_courier(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
+    assert caplog.text.count("plan tiny-00000002 is in force and requires nothing") == 1
+    situation = describe_site(State(), Circumstances(running=True, unnamed_plan="tiny-00000002"))
+    assert "does not name this site" in situation.now and situation.person == "nobody"
+    answer(Envelope(ask.model_copy(update={"named": True})), limits)
+    assert read_unnamed_plan(tmp_path) is None
