@@ -15,6 +15,7 @@ from silo.config import Site
 from silo.courier.service import CourierWatch, make_courier
 from silo.courier.supernode import Courier
 from silo.guide import guide_at_terminal
+from silo.query_note import read_query_note
 from silo.worker.descriptions import describe_state
 from silo.worker.progress import read_note
 from silo.worker.state import State
@@ -22,6 +23,9 @@ from silo.worker.worker import Worker
 
 # Seconds for which the courier goes on after the worker's end, for a question that the aggregator has already asked.
 LINGER_S = 8.0
+# Seconds for which it goes on after an error, until the aggregator knows of it.
+MAX_REPORT_S = 60.0
+_LOOK_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -119,11 +123,36 @@ def _run_to_end(worker: Worker, stop: threading.Event) -> State:
         state = worker.run()
     except ArchipelagoError:
         if worker.code:
-            _log.info("the work stopped; the aggregator hears that it needs a person here")
-            stop.wait(LINGER_S)
+            _log.info(
+                "the work stopped; the aggregator hears so, within a minute (Ctrl-C ends at once)"
+            )
+            wait_until_heard(worker.site, worker.code, stop)
         raise
     stop.wait(LINGER_S)
     return state
+
+
+def wait_until_heard(
+    site: Site,
+    code: int,
+    stop: threading.Event,
+    limit_s: float = MAX_REPORT_S,
+) -> bool:
+    """Wait until the aggregator's questions show that it knows a code; return whether they do.
+
+    Args:
+        site: the silo's folder.
+        code: that the worker reported.
+        stop: ends the wait.
+        limit_s: as does this time, since the aggregator may be away.
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and not stop.is_set():
+        note = read_query_note(site.path)
+        if note is not None and note.code == code:
+            return True
+        stop.wait(_LOOK_S)
+    return False
 
 
 def _note_processes(site: Site, courier: Courier) -> None:

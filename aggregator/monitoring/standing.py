@@ -197,7 +197,8 @@ def decide_standing(
         return "arrived"
     if report.state == "plan_refused":
         return "declined"
-    if report.state == "waiting":
+    # It answers, and its worker has not reported anything for this plan.
+    if report.state in ("", "waiting"):
         return "offered"
     if report.state == "awaiting_approval":
         return "approval"

@@ -39,7 +39,7 @@ from ddm.transport.messages import (
 from ddm.transport.sequences import sequence_numbers
 from ddm.transport.shards import list_folder, read_spans, whole_spans
 from silo.config import Site
-from silo.unnamed import note_naming
+from silo.query_note import keep_query
 
 _MAX_STATUS_BYTES = 4096
 _SETTLE_S = 5.0
@@ -155,7 +155,7 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
     A message costs a second of computing here, so states that follow each other quickly share one. The reply holds the
     worker's status, the newest submission that has no receipt, and its first bytes.
     """
-    note_naming(limits.site, query.plan_id, named=query.named)
+    keep_query(limits.site, query)
     deadline = time.monotonic() + query.wait_s
     settled_at = min(time.monotonic() + _SETTLE_S, deadline)
     # One message of the aggregator waits here for news, so that it need not ask again and again.
@@ -166,9 +166,11 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
         # All but the progress, which changes at every step.
         known = query.known.model_copy(update={"progress": status.progress})
         has_new_state = status != known
+        # A worker that has ended has no further news to wait for, and its courier may end soon.
+        has_new_code = status.code not in (0, query.known.code)
         has_settled_state = has_new_state and now >= settled_at
         has_submission = sequence > query.received
-        if has_submission or has_settled_state or now >= deadline:
+        if has_submission or has_new_code or has_settled_state or now >= deadline:
             break
         time.sleep(_POLL_S)
     leave = read_leave(query.plan_id, limits)

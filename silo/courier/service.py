@@ -14,7 +14,7 @@ from ddm.transport.messages import StatusFile
 from silo.config import Site
 from silo.courier.inbox import MAX_STATUS_BYTES, Inbox
 from silo.courier.supernode import REFUSED, UNREACHABLE, Courier
-from silo.unnamed import read_unnamed_plan
+from silo.query_note import read_unnamed_plan
 
 _CLOSE_S = 30.0
 _EXPLAIN_EVERY_S = 15.0

@@ -182,7 +182,7 @@ def _without_worker(state: State, situation: Situation, run: str) -> Situation:
 def _needs_worker(state: State) -> str:
     match state.state:
         case "waiting" | "superseded":
-            return "a worker, which takes the next plan"
+            return "a worker, which takes the plan that arrives next"
         case "in_outbox":
             return "a worker, which reads the aggregator's answer"
         case "withdrawn":

@@ -10,11 +10,11 @@ from ddm.system.console import human_bytes, human_seconds
 from silo.audit.document import read_report
 from silo.config import AUDIT_REPORT, Site
 from silo.plan.consent import is_accepted, read_waiting
-from silo.unnamed import read_unnamed_plan
+from silo.query_note import read_unnamed_plan
 from silo.worker.approval import approval_path
 from silo.worker.descriptions import Circumstances, Situation, describe_site, situation_lines
 from silo.worker.pause import Pause, is_halted, present_pause
-from silo.worker.progress import NOTE_S, ProgressNote, read_note
+from silo.worker.progress import NOTE_S, ProgressNote, Stage, read_note
 from silo.worker.state import State, StateName, present_state, reported_code
 
 _OLD_S = 15 * NOTE_S  # a note of a step that takes longer is not of now
@@ -28,6 +28,13 @@ _WORK: tuple[StateName, ...] = (
     "released",
 )
 _BEFORE_TRAINING: tuple[StateName, ...] = ("plan_accepted", "scanned", "assigned")
+_STATE_OF_STAGE: Mapping[Stage, StateName] = {
+    "assigning images": "scanned",
+    "encoding images": "scanned",
+    "encoding captions": "scanned",
+    "training": "training",
+    "auditing": "auditing",
+}
 # What was done when a state is entered.
 _DONE: Mapping[StateName, str] = {
     "scanned": "images read and counted",
@@ -247,8 +254,9 @@ def _present_note(site: Site, state: State) -> ProgressNote | None:
     if note is None or state.state not in _WORK or note.plan_id != state.plan_id:
         return None
     is_fresh = (now_utc() - note.at).total_seconds() <= _OLD_S
-    is_of_other_stage = note.stage in ("training", "auditing") and note.stage != state.state
-    if not is_fresh or is_of_other_stage:
+    # Images are read in every state, and what is read completely is over.
+    is_being_read = note.stage == "reading images" and note.done < note.total
+    if not is_fresh or not (is_being_read or _STATE_OF_STAGE.get(note.stage) == state.state):
         return None
     return note
 

@@ -279,6 +279,7 @@ def test_rubbish_in_the_folders_is_left_out_and_never_followed(
 def test_standing_is_what_matters_most_to_the_operator() -> None:
     for verdicts, arriving, state, silent, expected, *codes in [
         ([], False, "", None, "absent"),
+        ([], False, "", False, "offered"),
         ([], False, "training", False, "working"),
         ([], False, "awaiting_approval", False, "approval"),
         ([], True, "in_outbox", False, "sending"),

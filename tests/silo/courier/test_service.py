@@ -13,7 +13,7 @@ from silo.config import Site
 from silo.courier.handlers import SiteLimits, answer
 from silo.courier.service import CourierWatch, watch_courier
 from silo.courier.supernode import UNREACHABLE
-from silo.unnamed import read_unnamed_plan
+from silo.query_note import read_unnamed_plan
 from silo.worker.descriptions import Circumstances, describe_site
 from silo.worker.state import State, write_courier_status
 

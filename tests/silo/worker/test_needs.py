@@ -10,9 +10,11 @@ import pytest
 
 from ddm.errors import AuditError, DataError
 from ddm.system.console import EXIT_INTERRUPTED
-from ddm.transport.messages import StatusFile
+from ddm.transport.messages import Status, StatusFile, StatusQuery
 from silo.config import Site
 from silo.courier.handlers import SiteLimits, read_status
+from silo.query_note import keep_query
+from silo.running import wait_until_heard
 from silo.worker.state import State, load_state, reported_code, state_path
 from silo.worker.status import read_status as read_site_status
 from silo.worker.worker import Worker
@@ -137,3 +139,24 @@ def test_one_command_waives_for_several_sites_and_asks_for_what_no_option_says(
     for silo_id in (SILO, other):
         waiver = tiny.sites[silo_id].policy().audit.waiver
         assert waiver and (waiver.role, waiver.plan_digest) == ("head of data", digest)
+
+
+def test_courier_stays_until_the_aggregator_knows_the_code_and_no_longer_than_it_may(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path)
+    (tmp_path / "courier").mkdir()
+    stop = threading.Event()
+    query = StatusQuery(
+        plan_id="tiny-00000001",
+        known=Status(code=0),
+        received=0,
+        max_bytes=0,
+        wait_s=0,
+    )
+    keep_query(tmp_path, query)
+    assert not wait_until_heard(site, DataError.exit_code, stop, limit_s=0.01)
+    keep_query(tmp_path, query.model_copy(update={"known": Status(code=DataError.exit_code)}))
+    assert wait_until_heard(site, DataError.exit_code, stop)
+    stop.set()
+    assert not wait_until_heard(site, AuditError.exit_code, stop)
