@@ -184,7 +184,9 @@ def decide_standing(
     # After a refusal, a silo that works on its next submission reports a higher number.
     is_refused = last == "refused" and report.sequence <= submissions[-1].sequence
     # A worker that ended says so with its last word, and is silent afterwards.
-    if report.code and not is_refused and report.state != "plan_refused":
+    if report.code and is_refused:
+        return "refused"
+    if report.code and report.state != "plan_refused":
         return "blocked"
     # A report of a silo that has been silent since says nothing about now.
     if silent:

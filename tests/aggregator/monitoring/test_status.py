@@ -294,7 +294,7 @@ def test_standing_is_what_matters_most_to_the_operator() -> None:
         ([], False, "training", True, "blocked", 33),
         ([], False, "waiting", False, "blocked", 34),
         (["arrived"], False, "in_outbox", False, "blocked", 35),
-        (["refused"], False, "refused", False, "refused", 36),
+        (["refused"], False, "refused", True, "refused", 36),
         (["quarantined"], False, "in_outbox", False, "quarantined", 35),
         ([], False, "plan_refused", False, "declined", 130),
     ]:
