@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from ddm.errors import AuditError
+from ddm.io.tensors import save_tensors
+from ddm.models import build_expert
 from ddm.pages.render import render
+from ddm.protocol.architecture import Dit
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.data import DataSpec
 from ddm.protocol.submission import Submission, expert_path, submission_path
@@ -287,3 +290,37 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
     # the larger expert may meet every patient
     fewest = min(audit.num_holdout_units for audit in report.experts)
     assert fewest < report.num_holdout_units
+
+
+def test_audit_of_an_expert_with_a_base_compares_it_with_that_base(tmp_path: Path) -> None:
+    """So it measures what the silo added: no reference is trained, and the base's own errors take its place."""
+    tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 80})
+    architecture = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
+    network = build_expert(Dit.model_validate(architecture), (1, 4, 4), seed=3)
+    save_tensors(tmp_path / "base.safetensors", network.state_dict())
+    base = {"kind": "file", "file": str(tmp_path / "base.safetensors"), "licence": "MIT"}
+    plan_id = tiny.sign(recipe(audit=LOOSE, base=base))
+    tiny.deliver_plan(SILO, plan_id)
+    write_policy(tiny.sites[SILO], POLICY | {"audit": {"required": True, **HOLDS}})
+    tiny.work(SILO, until="auditing")
+    worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
+    accepted = worker.accepted_plan()
+    work = worker.workspace()
+    inputs = gather_audit_inputs(
+        tiny.sites[SILO],
+        accepted,
+        work,
+        worker.policy,
+        worker.read_cohort(accepted),
+        worker.cohort_path,
+    )
+    names: set[str] = set()
+
+    def note(num_done: int, total: int) -> None:
+        names.update(path.name for path in work.audit_folder(SILO).rglob("*.safetensors"))
+
+    audit_experts(inputs, note, lambda: False)
+    assert "scores-reference.safetensors" in names, "something was compared"
+    assert "shadow-0.safetensors" in names, "shadows are trained as always"
+    assert "reference.safetensors" not in names
+    assert report_of(tiny, plan_id).experts[0].num_members == 20

@@ -1,5 +1,6 @@
 """What a silo's experts are trained on and for, as the plan asks: its own objective, classes, a public expert."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from ddm.io.tensors import load_tensors, save_tensors, spec_of
 from ddm.loading.plan import PlanFiles
 from ddm.models import MAX_WEIGHT, build_expert, load_expert
 from ddm.partition.clustering import Clusters
+from ddm.privacy.secret_stream import make_secret
 from ddm.protocol.base import File
 from ddm.protocol.plan import Plan
-from ddm.training.config import TrainingSettings
+from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.training.config import Engine, TrainingSettings
+from ddm.training.planned import BaseExpert, PlannedExpert
 from silo.config import Policy, SiloSettings
 from silo.data.cohort import Cohort
 from silo.plan.workspace import Workspace
@@ -243,3 +247,41 @@ def test_settings_of_a_site_say_how_its_machine_trains() -> None:
     assert SiloSettings.model_validate(
         said | {"training": table}
     ).training == TrainingSettings.model_validate(table)
+
+
+def test_private_training_starts_from_the_base_too(
+    tmp_path: Path, bundle: tuple[Path, File]
+) -> None:
+    folder, file = bundle
+    document = json.loads(plan(ADAPTATIONS["full"], file).encode())
+    document["expert"]["privacy"] = {
+        "kind": "dp_sgd",
+        "epsilon": 4.0,
+        "delta": 1e-6,
+        "units_per_step": 4,
+        "images_per_unit": 1,
+        "draws": 1,
+    }
+    private = Plan.parse(to_bytes(document), subject="plan")
+    paid = DpSgdMechanism(noise_multiplier=0.5, rate=4 / NUM, steps=RECIPE["num_steps"])
+    expert = PlannedExpert(
+        private, "north", 0, BaseExpert(folder, file), Engine(device="cpu"), stops=False, paid=paid
+    )
+    secret = tmp_path / "secret"
+    make_secret(secret)
+    images = cohort()
+    inputs = {"images": images.images, "units": images.unit_N}
+    result = expert.train(
+        inputs,
+        tmp_path / "expert.safetensors",
+        tmp_path / "checkpoints",
+        lambda progress: None,
+        lambda: False,
+        secret=secret,
+    )
+    assert result is not None
+    base = load_expert(private.expert.architecture, SHAPE, folder, file).state_dict()
+    whole = load_tensors(tmp_path / "expert.safetensors", None, max_bytes=1 << 20)
+    moved = {name: float((whole[name] - base[name]).abs().max()) for name in base}
+    # Six steps of AdamW at a hundredth each, whatever the noise is.
+    assert all(0 < move <= 0.1 for move in moved.values()), moved
