@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddm.errors import BusyError, DataError
+from ddm.errors import BusyError, DataError, SetupError
 from ddm.io.files import require_file
 from ddm.io.settings import load_settings
 from ddm.system.console import (
@@ -195,6 +195,7 @@ def _check_same_site(site: Site, invited: "Invitation", options: JoinOptions) ->
 
     Raises:
         BusyError: the site has another name, other images or another federation.
+        SetupError: its policy protects another unit.
     """
     settings = site.settings()
     is_same = (
@@ -208,6 +209,15 @@ def _check_same_site(site: Site, invited: "Invitation", options: JoinOptions) ->
             expected="no site yet, or the one that this command has begun",
             got=f"the site {settings.silo_id} of federation {settings.federation}, with other images, name or root",
             remedy="Choose another folder for a new site; or give --id, --data and --invitation of this one.",
+        )
+    unit = site.policy().privacy.unit
+    if options.unit not in (None, unit):
+        raise SetupError(
+            "--unit",
+            expected=f"{unit}, as policy.toml of this site says",
+            got=f"{options.unit}",
+            remedy="Change unit under [privacy] in policy.toml, then give the command again without --unit: it makes a "
+            "new card.",
         )
 
 

@@ -168,6 +168,17 @@ def test_command_given_again_writes_the_same_card_whose_code_may_be_compared_alr
     assert joining.site.card().agreed.images == 60
 
 
+def test_unit_that_the_policy_contradicts_is_refused_and_an_edited_policy_gives_a_new_card(
+    joining: Joining,
+) -> None:
+    assert joining.unattended().code == 0
+    assert joining.unattended("--unit", "image").code == 3
+    policy = joining.site.path / "policy.toml"
+    policy.write_text(policy.read_text().replace('unit = "patient"', 'unit = "image"'))
+    assert joining.unattended("--unit", "image").code == 0
+    assert joining.site.card().limits.privacy.unit == "image"
+
+
 def test_folder_of_another_site_is_refused(joining: Joining) -> None:
     assert joining.unattended().code == 0
     assert joining.unattended("--id", "south").code == 6
