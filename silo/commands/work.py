@@ -304,8 +304,11 @@ def waive(
             expires_at=expires_at,
         )
         write_waiver(site, waiver)
-        if read_status(site).circumstances.blocked:
+        circumstances = read_status(site).circumstances
+        if circumstances.blocked:
             say(f"{site.settings().silo_id}: the worker was waiting for it, and goes on.")
+        elif circumstances.running:
+            say(f"{site.settings().silo_id}: the worker takes it up when the audit needs it.")
         else:
             say(
                 f"{site.settings().silo_id}: the worker reads it when it starts: silo run {site.path}"

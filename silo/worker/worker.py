@@ -87,7 +87,8 @@ class Worker:
         isolation: what separates the courier from the data; stated in the submission.
         stopping: stops the worker once it is set.
         on_wait: called again and again while the work waits for a file, from the courier or from a person. Without it
-            nobody is there to bring a waiver, and an inconclusive audit without one ends the work.
+            nobody is there to bring a waiver, and an inconclusive audit ends the work unless policy.toml got one
+            meanwhile.
 
     Attributes:
         code: as the aggregator hears it, see `ddm.transport.messages.Status`.
@@ -175,7 +176,7 @@ class Worker:
             self.step()
         except AuditError as error:
             self.keep_problem(error)
-            if self.on_wait is None:
+            if self.on_wait is None and not self._has_other_policy():
                 raise
             self._awaits_waiver = True
             self._report_code(error.exit_code)
@@ -246,6 +247,13 @@ class Worker:
         self.state = self.state.model_copy(update={"problem": None})
         self._report_code(0)
         return False
+
+    def _has_other_policy(self) -> bool:
+        """Whether policy.toml was changed since it was read, perhaps by a waiver."""
+        try:
+            return self.site.policy() != self.policy
+        except SetupError:
+            return False
 
     def _adopt_policy(self, policy: Policy) -> None:
         # The log first: nothing takes effect that no record names.

@@ -114,6 +114,26 @@ def test_attended_worker_waits_for_a_waiver_and_goes_on_when_it_is_written(
     assert log.count("policy") >= 2, "the policy of the start, and the one with the waiver"
 
 
+def test_worker_that_nobody_attends_takes_up_a_waiver_that_came_since_it_started(
+    tiny: TinyFederation,
+) -> None:
+    site = tiny.sites[SILO]
+    write_policy(site, UNWAIVED)
+    stopping = threading.Event()
+    stop = stop_in("in_outbox", stopping)
+
+    def waive_once_the_plan_is_accepted(state: State) -> None:
+        stop(state)
+        if state.state == "plan_accepted" and site.policy().audit.waiver is None:
+            options = ("--role", "a role", "--reason", "a reason", "--until", "2999-01-01")
+            result = run_command("silo", "waive", site.path, *options)
+            assert result.code == 0 and "takes it up" in result.out, result.err
+
+    with pytest.raises(KeyboardInterrupt):
+        Worker(site, tiny.key(SILO), waive_once_the_plan_is_accepted, stopping=stopping).run()
+    assert load_state(state_path(site.private)).state == "in_outbox"
+
+
 def test_worker_that_nobody_attends_ends_without_a_waiver(tiny: TinyFederation) -> None:
     site = tiny.sites[SILO]
     write_policy(site, UNWAIVED)
