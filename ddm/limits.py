@@ -186,10 +186,6 @@ def _training_rules(plan: Plan, limits: PolicyLimits, silo_id: str) -> Iterator[
     for subject, required, name in numbers:
         yield from _exceeds(subject, required, getattr(allowed, name), f"training.{name}")
 
-    # A training that never reaches a checkpoint could not be resumed.
-    yield from _exceeds_own(
-        "steps between checkpoints", training.checkpoint_steps, training.num_steps
-    )
     specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
     yield from _exceeds_own("size of an expert", stored_bytes(specs), plan.limits.expert_bytes)
     # For as many units as were agreed, not for as many as there are: a limit is no question about the data.

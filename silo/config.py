@@ -86,7 +86,6 @@ class SiloSettings(Settings):
     address: Address
     root_digest: Digest
     passphrase_file: str | None = None
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     max_bundle_bytes: PositiveNumber = 2 * 1024**3
     max_inbox_bytes: PositiveNumber | None = None

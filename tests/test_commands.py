@@ -37,12 +37,13 @@ from tests.support.federation import (
     TinyFederation,
     images,
     recipe,
+    set_training,
     write_policy,
 )
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.processes import is_running
 from tests.support.publishing import publish_unchecked
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent
 APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
@@ -94,9 +95,7 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
     """A federation whose plan has reached silo north; training would take minutes."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("planned"), {"east": 60, "north": 60})
     chosen = recipe()
-    training = chosen.expert.training.model_copy(
-        update={"num_steps": 100_000, "checkpoint_steps": 20}
-    )
+    training = chosen.expert.training.model_copy(update={"num_steps": 100_000})
     plan_id = tiny.sign(
         chosen.model_copy(
             update={"expert": chosen.expert.model_copy(update={"training": training})}
@@ -144,7 +143,9 @@ def test_configured_passphrase_file_that_is_gone_is_named(
     run: Run, planned: TinyFederation, tmp_path: Path
 ) -> None:
     site = planned.sites["north"].path
-    edit(site / "silo.toml", "threads = 1", f'threads = 1\npassphrase_file = "{tmp_path / "gone"}"')
+    edit(
+        site / "silo.toml", "poll_s = 0.5", f'poll_s = 0.5\npassphrase_file = "{tmp_path / "gone"}"'
+    )
     result = run("silo", "enroll", site, "--out", tmp_path / "card.json")
     assert result.code == 4
     assert str(tmp_path / "gone") in result.err
@@ -307,10 +308,10 @@ def test_card_is_refused_when_tampered_or_clashing_and_welcome_twice(
 @pytest.mark.parametrize(
     ("name", "old", "new", "field"),
     [
-        ("silo.toml", "threads = 1", 'threads = "many"', "threads"),
-        ("silo.toml", "threads", "thraeds", "thraeds"),
+        ("silo.toml", "accumulate = 1", 'accumulate = "many"', "training.accumulate"),
+        ("silo.toml", "accumulate", "acumulate", "acumulate"),
         ("silo.toml", "silo_id", "# silo_id", "silo_id"),
-        ("silo.toml", "threads = 1", "threads = ", "line"),
+        ("silo.toml", "accumulate = 1", "accumulate = ", "line"),
         ("policy.toml", "required", "requird", "audit.requird"),
         ("policy.toml", "max_epsilon = 8.0", "max_epsilon = nan", "privacy.max_epsilon"),
     ],
@@ -673,6 +674,40 @@ def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped
         assert not [pid for pid in children if is_running(pid)]
         assert '"training"' in (site / "private" / "state.json").read_text()
     assert steps[1] >= steps[0] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
+def test_silo_run_killed_in_training_goes_on_from_its_checkpoint_when_it_is_run_again(
+    planned: TinyFederation, secret: Path
+) -> None:
+    """The tutorial's promise: kill -9, and the same command again continues where it stopped."""
+    site = planned.sites["north"]
+    edit(site.path / "silo.toml", "9092", str(free_port()))
+    # By the clock: less than the ten seconds after which the first checkpoint is due by default.
+    set_training(site, checkpoint_s=0.3)
+    command = ("silo", "run", site.path, "--passphrase-file", secret)
+    killed = start(*command)
+    until(killed, " steps")
+    wait_until(lambda: last_saved_step(site) > 0 or killed.poll() is not None, "a checkpoint")
+    children = descendants(killed.pid)
+    killed.kill()
+    killed.communicate(timeout=LIMIT_S)
+    wait_until(lambda: not any(map(is_running, children)), "the end of its courier")
+    saved_step = last_saved_step(site)
+    again = start(*command)
+    # First it says again what it had reported last.
+    until(again, " steps")
+    step = int(until(again, " steps")[-1].split()[2].partition("/")[0])
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=LIMIT_S)
+    assert step > saved_step > 0
+    assert last_saved_step(site) >= step, "SIGTERM saves a checkpoint at once"
+
+
+def last_saved_step(site: Site) -> int:
+    """The step of the newest checkpoint of a site's training; 0 where there is none."""
+    names = site.private.glob("checkpoints/*/experts/*/training/checkpoints/step-*.json")
+    return max((int(path.stem.removeprefix("step-")) for path in names), default=0)
 
 
 def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(

@@ -292,12 +292,14 @@ MISTAKES = {
     ),
     # Configuration
     "a quote that is not closed": toml_slip('silo_id = "north"', 'silo_id = "north', "line 2"),
-    "a field misspelt": toml_slip("threads = 1", "thread = 1", "field thread"),
+    "a field misspelt": toml_slip("accumulate = 1", "acumulate = 1", "field training.acumulate"),
     "a decimal comma": toml_slip("poll_s = 0.5", "poll_s = 0,5", "no comma"),
     "a path with backslashes": toml_slip(
         'federation = "tiny"', 'federation = "C:\\Users\\x"', "single quotes"
     ),
-    "a number out of range": toml_slip("threads = 1", "threads = 0", "field threads"),
+    "a number out of range": toml_slip(
+        "accumulate = 1", "accumulate = 0", "field training.accumulate"
+    ),
     "a file saved as UTF-16": Mistake(
         status_command,
         3,

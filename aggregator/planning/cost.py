@@ -113,10 +113,7 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
 
 def time_training(plan: Plan, seen: Tensor) -> float:
     """Time a few real training steps here, one thread, and scale; what a silo's machine needs may differ."""
-    settings = plan.expert.training.model_copy(
-        # No checkpoint before the end: writing one would be timed as well.
-        update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS}
-    )
+    settings = plan.expert.training.model_copy(update={"num_steps": TIMED_STEPS})
     condition = plan.condition
     labels = None
     if isinstance(condition, TextCondition):

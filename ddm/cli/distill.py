@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.options import (
+    CheckpointSecondsOption,
     DeviceOption,
     MemoryOption,
     ReleaseArgument,
@@ -35,7 +36,7 @@ from ddm.protocol.latent import Autoencoder
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
-from ddm.training.config import Engine
+from ddm.training.config import CHECKPOINT_S, Engine
 
 if TYPE_CHECKING:
     from ddm.distillation.dataset import DistillationData
@@ -177,7 +178,7 @@ class Distillation:
         network: the student's.
         training: how it is trained.
         out: the student's file.
-        device: where it is trained.
+        engine: how this machine trains it.
     """
 
     opened: "Release"
@@ -189,7 +190,7 @@ class Distillation:
     network: Architecture
     training: "Training"
     out: Path
-    device: DeviceName
+    engine: Engine
 
     @property
     def work(self) -> Path:
@@ -270,6 +271,7 @@ def distill(
     verification: Verification,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
+    checkpoint_s: CheckpointSecondsOption = CHECKPOINT_S,
 ) -> None:
     """Train one dense student on an ensemble's answers; verifies first."""
     # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
@@ -320,7 +322,7 @@ def distill(
         network=network,
         training=plan.expert.training.model_copy(update=training_changes),
         out=out,
-        device=device,
+        engine=Engine(device=device, checkpoint_s=checkpoint_s),
     )
     distillation.work.mkdir(parents=True, exist_ok=True)
     images: OwnSamples | GivenImages
@@ -547,7 +549,7 @@ def _train(distillation: Distillation, dataset: "DistillationData") -> "Finished
                 checkpoint_dir=distillation.work / _CHECKPOINTS,
                 on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
                 should_stop=stop.is_set,
-                engine=Engine(device=distillation.device),
+                engine=distillation.engine,
             )
             return train_student(
                 distillation.ensemble,

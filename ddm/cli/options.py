@@ -91,6 +91,16 @@ DeviceOption = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+CheckpointSecondsOption = Annotated[
+    float,
+    typer.Option(
+        "--checkpoint-s",
+        min=0,
+        max=86400,
+        help="Most seconds between two checkpoints of a training.",
+        rich_help_panel=MACHINE,
+    ),
+]
 
 
 class Dtype(StrEnum):

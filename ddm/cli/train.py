@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddm.cli.options import DeviceOption, IslandsArgument
+from ddm.cli.options import CheckpointSecondsOption, DeviceOption, IslandsArgument
 from ddm.errors import BusyError
 from ddm.system.console import human_seconds, progress, say
+from ddm.system.cores import default_threads
 from ddm.system.signals import stop_on_first_signal
+from ddm.training.config import CHECKPOINT_S, TrainingSettings
 
 if TYPE_CHECKING:
     from ddm.islands.folder import Islands
-    from ddm.training.config import TrainingSettings
 
 
 def train(
@@ -27,15 +28,19 @@ def train(
         int, typer.Option(min=1, max=64, help="Number of processes that train one island together.")
     ] = 1,
     device: DeviceOption = "auto",
+    checkpoint_s: CheckpointSecondsOption = CHECKPOINT_S,
 ) -> None:
     """Train an island's expert, or those of all islands; run again to continue where it stopped."""
+    import torch
+
     from ddm.islands.assemble import missing_islands
     from ddm.islands.folder import Islands
     from ddm.islands.train import check_number
-    from ddm.training.config import TrainingSettings
 
     islands = Islands(folder)
-    settings = TrainingSettings(device=device, processes=processes)
+    # By themselves, torch's threads heed no cgroup.
+    torch.set_num_threads(default_threads())
+    settings = TrainingSettings(device=device, processes=processes, checkpoint_s=checkpoint_s)
     if island is not None:
         check_number(islands, island)
         _train(islands, island, settings, num_left=0)
@@ -58,7 +63,7 @@ def train(
         )
 
 
-def _train_all(islands: "Islands", numbers: list[int], settings: "TrainingSettings") -> set[int]:
+def _train_all(islands: "Islands", numbers: list[int], settings: TrainingSettings) -> set[int]:
     """Train islands one after the other; return those that another process trains meanwhile."""
     busy_islands = set()
     for position, number in enumerate(numbers, start=1):
@@ -75,7 +80,7 @@ def _train_all(islands: "Islands", numbers: list[int], settings: "TrainingSettin
 def _train(
     islands: "Islands",
     number: int,
-    settings: "TrainingSettings",
+    settings: TrainingSettings,
     *,
     num_left: int,
     label: str | None = None,

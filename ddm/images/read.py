@@ -21,6 +21,7 @@ from ddm.images.reasons import ImageError, Reason
 from ddm.images.record import PictureRecord
 from ddm.images.table import Columns, TableRow
 from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
+from ddm.system.cores import usable_cores
 from ddm.system.escape import escape_control
 
 _FEW_FILES = 64  # up to which processes take longer to start than the files to decode
@@ -233,7 +234,7 @@ class PictureReader:
         options = DecoderOptions(
             DecodeLimits(),
             secrets.token_bytes(_KEY_BYTES),
-            len(os.sched_getaffinity(0)),
+            usable_cores(),
             with_values=True,
         )
         remaining = iter(files)

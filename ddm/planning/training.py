@@ -6,16 +6,14 @@ meaning.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ddm.protocol.architecture import Architecture
-from ddm.protocol.base import NumSteps
 from ddm.protocol.learning import Share, Training
 
 EMA_WIDTH = 0.1
 # Of the usual rate, where training starts from a base: the full one would first undo a part of what the base knows.
 BASE_RATE_SHARE = 0.5
-CHECKPOINT_STEPS = 500
 
 
 class TrainingRecipe(Training):
@@ -30,26 +28,15 @@ class TrainingRecipe(Training):
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
         ema_width: the average's width as a share of the run, so that it grows with the run (Karras et al. 2024); 0.1
             where the recipe names none of the three averages.
-        checkpoint_steps: steps between checkpoints; by default 500, or all steps where they are fewer.
     """
 
     min_averages: ClassVar[int] = 0
 
-    # A plan states both numbers; only its recipe may leave them to `plain`.
+    # A plan states the number; only its recipe may leave it to `plain`.
     learning_rate: Annotated[float | None, Field(gt=0.0, le=1.0)] = None  # type: ignore[assignment]
-    checkpoint_steps: NumSteps | None = None  # type: ignore[assignment]
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     weight_decay: Share = 0.01
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-
-    @model_validator(mode="after")
-    def _reaches_a_checkpoint(self) -> "TrainingRecipe":
-        # Every silo would refuse such a plan.
-        if self.checkpoint_steps is not None and self.checkpoint_steps > self.num_steps:
-            raise ValueError(
-                f"checkpoint_steps must be at most num_steps, {self.num_steps}, not {self.checkpoint_steps}"
-            )
-        return self
 
     def plain(self, architecture: Architecture, *, starts_from_base: bool = False) -> Training:
         """Return what a plan says of it, for an expert of these sizes.
@@ -65,7 +52,6 @@ class TrainingRecipe(Training):
             if starts_from_base:
                 values["learning_rate"] *= BASE_RATE_SHARE
         values["ema_width"] = self.ema_width if self.averages else EMA_WIDTH
-        values["checkpoint_steps"] = self.checkpoint_steps or min(CHECKPOINT_STEPS, self.num_steps)
         return Training.model_construct(**values)
 
 

@@ -196,7 +196,6 @@ class Training(Model):
         crop: pixels by which images are moved at random in each direction; their edges are repeated.
         precision: precision of the arithmetic, auto being bf16 where products in it are faster (GPUs, AMX,
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
-        checkpoint_steps: steps between checkpoints.
         seed: seed of initial weights, batches, times and noise.
         mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.
         unmasked_share: share of the steps, the last ones, that mask nothing.
@@ -224,7 +223,6 @@ class Training(Model):
     flip: bool = False
     crop: Annotated[int, Field(ge=0, le=64)] = 0
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
-    checkpoint_steps: NumSteps
     seed: NaturalInt = 0
     mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     unmasked_share: Share = 0.1

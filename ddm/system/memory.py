@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import MemoryLimitError
+from ddm.system.cgroups import CGROUPS, OWN_CGROUP, enclosing_groups
 
 # What is left serves the interpreter, the system's file cache and other programs.
 SHARE = 0.75
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,8 @@ def _machine_bytes() -> int:
 
 
 def _cgroup_bytes(own_cgroup: Path, cgroups: Path) -> Iterator[int]:
-    """Yield what is left of the limit of this process's cgroup, version 2, and of each above it."""
-    try:
-        own = next(
-            line[3:] for line in own_cgroup.read_text().splitlines() if line.startswith("0::")
-        )
-    except (OSError, StopIteration):
-        return
-    # A limit of any group above counts too.
-    folder = cgroups / own.lstrip("/")
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(cgroups):
-            return
+    """Yield what is left of the limit of each cgroup that this process is in."""
+    for group in enclosing_groups(own_cgroup, cgroups):
         try:
             limit = (group / "memory.max").read_text().strip()
             used = int((group / "memory.current").read_text())

@@ -18,6 +18,7 @@ from ddm.errors import DocumentError, FormatError, MissingFileError, SetupError,
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, spec_of
 from ddm.protocol.base import Digest, Document, PositiveInt, sha256_file
+from ddm.system.cores import NumThreads
 
 # Two, so that a damaged last one costs only the steps since the one before.
 KEPT = 2
@@ -35,6 +36,7 @@ class CheckpointRecord(Document):
         step: training steps taken.
         loss: the smoothed loss, exactly.
         seconds: time spent training, over all restarts.
+        threads: in which each process computes, which decides how sums are rounded.
         tensors: digest of the tensor file.
         seal: digest of all fields above, so that a damaged record is not mistaken for one of another run.
     """
@@ -44,6 +46,7 @@ class CheckpointRecord(Document):
     step: PositiveInt
     loss: float
     seconds: float
+    threads: NumThreads
     tensors: Digest
     seal: Digest = "0" * 64
 
@@ -65,7 +68,13 @@ class Checkpoints:
     run: str
 
     def save(
-        self, tensors: Mapping[str, Tensor], *, step: int, loss: float, seconds: float
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        step: int,
+        loss: float,
+        seconds: float,
+        threads: int,
     ) -> None:
         """Write a checkpoint durably, then drop all but the last two.
 
@@ -76,7 +85,12 @@ class Checkpoints:
         path = self._tensor_path(step)
         save_tensors(path, tensors)
         record = CheckpointRecord(
-            run=self.run, step=step, loss=loss, seconds=seconds, tensors=sha256_file(path)
+            run=self.run,
+            step=step,
+            loss=loss,
+            seconds=seconds,
+            threads=threads,
+            tensors=sha256_file(path),
         )
         write_atomic(path.with_suffix(".json"), record.sealed().encode())
         self._prune()

@@ -1,6 +1,6 @@
 """How a machine trains: device, processes, memory, and what starts the processes.
 
-Device, processes and memory change the result by no more than rounding.
+Device, processes, threads and memory change the result by no more than rounding.
 """
 
 import re
@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from ddm.io.settings import Settings
+from ddm.system.cores import NumThreads
 from ddm.system.devices import DeviceName
 
+CHECKPOINT_S = 300.0
 PLACEHOLDERS = ("folder", "launch", "processes", "python")
 # Any name in braces, so that a misspelt one is refused instead of handed on.
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]*)\}")
@@ -42,6 +44,9 @@ class Engine(Settings):
         compile: whether torch compiles the expert: minutes before the first step, then faster steps.
         recompute: whether a block's intermediate results are computed again in the backward pass, to save memory.
         shard: whether several processes share weights, averages and moments instead of each holding all of them.
+        threads: of each process; None is as many as `ddm.system.cores.default_threads` says, divided among the
+            processes if this machine starts them.
+        checkpoint_s: most seconds between two checkpoints, see `ddm.training.saving.CheckpointSchedule`.
     """
 
     device: DeviceName = "auto"
@@ -50,6 +55,8 @@ class Engine(Settings):
     compile: bool = False
     recompute: bool = False
     shard: bool = False
+    threads: NumThreads | None = None
+    checkpoint_s: Annotated[float, Field(ge=0, le=86400)] = CHECKPOINT_S
 
 
 class TrainingSettings(Engine):

@@ -105,7 +105,6 @@ class TrainingJob(Document):
         number: which of its experts.
         data: names the images and their conditions; other data have another.
         engine: how each machine trains.
-        threads: of each process.
         base: the expert that training starts from; None for random weights.
         stops: whether a gradient that is not finite ends the training.
         images: float32 (N, ...).
@@ -120,7 +119,6 @@ class TrainingJob(Document):
     number: NaturalInt
     data: Digest
     engine: Engine
-    threads: Annotated[int, Field(ge=1, le=1024)]
     base: File | None = None
     stops: bool = True
     images: Input

@@ -190,7 +190,7 @@ class _JobRun:
         self._put_in_force(launch)
         if self._is_local:
             num = num_processes(self.settings)
-            command = start_local(self.folder, launch, num, torch.get_num_threads())
+            command = start_local(self.folder, launch, num, threads_of_process(self.settings))
         else:
             # The process id is known only now. After a crash before the next line a later process follows the signs of
             # life alone.
@@ -249,6 +249,13 @@ def _last_step(folder: JobFolder) -> int:
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
+def threads_of_process(settings: TrainingSettings) -> int:
+    """Return in how many threads each of the job's processes on this machine computes."""
+    if settings.threads is not None:
+        return settings.threads
+    return max(1, torch.get_num_threads() // num_processes(settings))
+
+
 def write_job(task: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> None:
     """Write what the processes of a job read, with `job.json` last.
 
@@ -269,16 +276,18 @@ def write_job(task: TrainingTask, folder: JobFolder, settings: TrainingSettings)
         base = File(
             path=folder.base.name, bytes=expert.base.file.bytes, digest=expert.base.file.digest
         )
-    is_complete = settings.launcher != "local"
-    inputs = write_inputs(task.inputs, task.files, folder, is_complete=is_complete)
+    is_local = settings.launcher == "local"
+    engine = settings.engine
+    if is_local:
+        engine = engine.model_copy(update={"threads": threads_of_process(settings)})
+    inputs = write_inputs(task.inputs, task.files, folder, is_complete=not is_local)
     write_atomic(folder.plan, plan.encode())
     job = TrainingJob(
         plan_digest=plan.digest,
         silo_id=expert.silo_id,
         number=expert.number,
         data=task.data,
-        engine=settings.engine,
-        threads=torch.get_num_threads(),
+        engine=engine,
         base=base,
         stops=expert.stops,
         images=inputs["images"],

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddm.errors import SetupError
 from ddm.images.rows import Images, feed
 from ddm.protocol.learning import Training
+from ddm.system.cores import computing_in
 from ddm.training.averages import kept_steps
 from ddm.training.batches import Batch, Examples, Teach, draw_batch
 from ddm.training.checkpoints import Checkpoints
@@ -31,6 +32,7 @@ from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.objective import TrainingObjective
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
+from ddm.training.saving import Agreement, CheckpointSchedule
 from ddm.training.state import TrainingState
 
 PROGRESS_STEPS = 10
@@ -67,6 +69,7 @@ class FinishedTraining:
         loss: as in `Progress`.
         seconds: time spent training, over all restarts.
         flops: operations of all matrix products, forward and backward.
+        threads: in which each process computed, from the first step to the last.
     """
 
     ema: dict[str, Tensor]
@@ -74,6 +77,7 @@ class FinishedTraining:
     loss: float
     seconds: float
     flops: float
+    threads: int
 
 
 def _ignore_progress(progress: Progress) -> None:
@@ -93,7 +97,7 @@ class TrainingRun:
         on_progress: called every few steps and at the end, in the first process; an exception that it raises ends the
             run.
         should_stop: called before every step, with several processes every few steps; True in one of them is enough.
-        engine: this machine's.
+        engine: this machine's; it says how often the run saves a checkpoint.
         stops: see `ddm.training.state.TrainingState`.
     """
 
@@ -151,19 +155,24 @@ def train(
         num_samples = private.terms.units_per_step * private.terms.draws
     flops = num_samples * _flops(model, examples, settings, num_tokens)
     state = TrainingState(model, settings, process, run.engine.accumulate, stops=run.stops)
+    if run.engine.threads is not None:
+        state.threads = run.engine.threads
+    # A run that goes on keeps the number of threads with which it began.
     state.restore(checkpoints)
     steps: _Steps
     if private is not None:
         steps = PrivateSteps(state, private, examples, objective)
     else:
         steps = _BatchSteps(state, examples, objective, num_tokens, teach)
-    _take_steps(state, steps, checkpoints, run)
+    with computing_in(state.threads):
+        _take_steps(state, steps, checkpoints, run)
     return FinishedTraining(
         ema=state.averaged(),
         steps=state.step,
         loss=state.finite_loss(),
         seconds=state.seconds,
         flops=flops,
+        threads=state.threads,
     )
 
 
@@ -193,7 +202,7 @@ def _take_steps(
     checkpoints: Checkpoints,
     run: TrainingRun,
 ) -> None:
-    """Take the steps that the recipe still has, and write averages and checkpoints at theirs.
+    """Take the steps that the recipe still has, write averages at theirs, and checkpoints by the clock and at the end.
 
     Raises:
         KeyboardInterrupt, NumericalError, SetupError: see `train`.
@@ -201,16 +210,21 @@ def _take_steps(
     process = state.process
     num_steps = state.settings.num_steps
     steps_of_averages = kept_steps(state.settings)
+    schedule = CheckpointSchedule(run.engine.checkpoint_s)
+    agreement = Agreement(process, run.should_stop, schedule)
     started_at = time.monotonic()
     first_step = state.step
+    saved_step = state.step
     seconds_before = state.seconds
     threads = drawing_threads(process.device, process.num_processes)
     with drawn_ahead(steps.draw, first_step, num_steps, threads) as next_batch:
         while state.step < num_steps:
-            if _stopped(process, state.step, run.should_stop):
-                # Without a step the checkpoint that the run began from is still the newest.
-                if state.step > first_step:
-                    state.save(checkpoints)
+            decision = agreement.decide(state.step)
+            # Without a step since the last checkpoint, that one is still the newest.
+            if (decision.save or decision.stop) and state.step > saved_step:
+                _save(state, checkpoints, schedule)
+                saved_step = state.step
+            if decision.stop:
                 raise KeyboardInterrupt
             try:
                 steps.advance(next_batch())
@@ -234,7 +248,7 @@ def _take_steps(
             # again; in the other order they would be missing for good.
             if state.step in steps_of_averages:
                 state.keep_averages(run.checkpoint_dir)
-            if is_last or state.step % state.settings.checkpoint_steps == 0:
+            if is_last:
                 state.save(checkpoints)
 
     num_lost = int(state.num_lost)
@@ -308,18 +322,16 @@ def _too_large(engine: Engine) -> SetupError:
     )
 
 
-def _stopped(
-    process: TrainingProcess,
-    step: int,
-    should_stop: Callable[[], bool],
-) -> bool:
-    """Whether to stop; all processes stop when one of them does, and agreeing on it costs time."""
-    if process.num_processes == 1:
-        return should_stop()
-    if step % PROGRESS_STEPS:
-        return False
-    # All processes reach the same sum, so that none waits in a step that another one does not take.
-    return bool(process.total(torch.tensor(float(should_stop()), device=process.device)))
+def _save(
+    state: TrainingState,
+    checkpoints: Checkpoints,
+    schedule: CheckpointSchedule,
+) -> None:
+    """Save a checkpoint, and let the schedule know how long that took."""
+    # Waits for the steps that are queued on a GPU, whose time is not the checkpoint's.
+    state.finite_loss()
+    with schedule.saving():
+        state.save(checkpoints)
 
 
 def _run_digest(

@@ -19,6 +19,7 @@ from ddm.protocol.architecture import NoCondition
 from ddm.protocol.base import File
 from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.system.cores import computing_in
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
@@ -142,7 +143,8 @@ class PlannedExpert:
         if not trained.ema:
             return None
         # A release holds experts of one architecture, so that what an adaptation added becomes part of the weights.
-        weights = merged(trained.ema, plan.expert.adaptation)
+        with computing_in(trained.threads):
+            weights = merged(trained.ema, plan.expert.adaptation)
         if not self.stops:
             weights = _bounded(weights)
         save_tensors(path, weights)

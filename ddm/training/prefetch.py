@@ -6,7 +6,6 @@ trains: torch's generators differ between devices, and an expert would then depe
 rounding. What a GPU gets is in pinned memory, and is copied while it works.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+
+from ddm.system.cores import usable_cores
 
 BatchT = TypeVar("BatchT")
 _MAX_THREADS = 4
@@ -30,11 +31,7 @@ def drawing_threads(device: torch.device, num_processes: int) -> int:
     """
     if device.type != "cuda":
         return 0
-    num_cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        # The cores that this process may use, which a container or a scheduler may have limited.
-        num_cores = len(os.sched_getaffinity(0))
-    return max(1, min(_MAX_THREADS, num_cores // num_processes))
+    return max(1, min(_MAX_THREADS, usable_cores() // num_processes))
 
 
 @contextmanager

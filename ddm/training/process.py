@@ -23,6 +23,7 @@ from ddm.io.own_folder import require_own_folder
 from ddm.protocol.base import File
 from ddm.protocol.submission import MAX_LOSS
 from ddm.system.console import say
+from ddm.system.cores import default_threads
 from ddm.training.group import (
     PATIENCE_S,
     Member,
@@ -109,8 +110,7 @@ def _train(
 ) -> None:
     job, plan = folder.read_job()
     _check_number(job, member)
-    # The number of threads changes sums by rounding, so that the job states it.
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(job.engine.threads or default_threads())
     # torch and accelerate read from the environment which process this is.
     enter_group_environment(member)
     expert = PlannedExpert(

@@ -86,6 +86,8 @@ class TrainingState:
         self.loss = torch.zeros((), device=process.device)
         self.step = 0
         self.seconds = 0.0
+        # In which the run computes. The checkpoint has their number, which changes sums by rounding.
+        self.threads = torch.get_num_threads()
 
     def advance(
         self,
@@ -233,7 +235,13 @@ class TrainingState:
             name: gathered(value, keep=self._is_first) for name, value in self.tensors().items()
         }
         if self._is_first:
-            checkpoints.save(tensors, step=self.step, loss=loss, seconds=self.seconds)
+            checkpoints.save(
+                tensors,
+                step=self.step,
+                loss=loss,
+                seconds=self.seconds,
+                threads=self.threads,
+            )
 
     def restore(self, checkpoints: Checkpoints) -> None:
         """Continue from the last complete checkpoint, if there is one, whatever number of processes wrote it.
@@ -256,6 +264,7 @@ class TrainingState:
         record, tensors = checkpoint
         self.step = record.step
         self.seconds = record.seconds
+        self.threads = record.threads
         # Each process holds its share of the loss; the checkpoint has their sum.
         self.loss.fill_(record.loss / self.process.num_processes)
         for weight in self.weights:

@@ -46,9 +46,7 @@ def main() -> None:
     path, seconds = path_named(plan.objective.path), {}
 
     def trained(name: str, num_steps: int, learned: torch.Tensor) -> torch.nn.Module:
-        recipe = plan.expert.training.model_copy(
-            update={"num_steps": num_steps, "checkpoint_steps": num_steps}
-        )
+        recipe = plan.expert.training.model_copy(update={"num_steps": num_steps})
         network = build_expert(plan.expert.architecture, plan.expert_shape, seed=0)
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

@@ -75,7 +75,7 @@ def recipe() -> Recipe:
         "partition": {"kind": "silo", "min_images": 50},
         "expert": {
             "architecture": {"kind": "dit", "patch": 4, "hidden": 64, "depth": 2, "heads": 4},
-            "training": training | {"checkpoint_steps": STEPS},
+            "training": training,
         },
         "statistics": {
             "unit": "image",

@@ -56,7 +56,6 @@ def recipe(num_steps: int, mask_ratio: float, unmasked_share: float) -> Training
         learning_rate=2e-3,
         weight_decay=0.0,
         ema_decay=0.98,
-        checkpoint_steps=num_steps,
         mask_ratio=mask_ratio,
         unmasked_share=unmasked_share,
     )

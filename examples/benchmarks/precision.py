@@ -38,7 +38,6 @@ def rate(architecture: Dit, images: Tensor, precision: Precision, num_steps: int
         learning_rate=1e-3,
         weight_decay=0.01,
         ema_decay=0.995,
-        checkpoint_steps=num_steps,
         precision=precision,
     )
     return BATCH * num_steps / train_expert(architecture, images, settings)[1]

@@ -49,7 +49,6 @@ RECIPE = Training(
     learning_rate=1e-3,
     weight_decay=0.0,
     ema_decay=0.9,
-    checkpoint_steps=1,
 )
 Named = dict[str, Tensor]
 

@@ -183,7 +183,6 @@ def make_release(work: Path, num: int) -> tuple[Path, bytes]:
                     "learning_rate": 1e-3,
                     "weight_decay": 0.0,
                     "ema_decay": 0.9,
-                    "checkpoint_steps": 1,
                 },
             },
             "router": {"kind": "counts"},

@@ -32,7 +32,6 @@ def ours(images: Tensor, num_steps: int) -> float:
         learning_rate=2e-3,
         weight_decay=0.01,
         ema_decay=0.995,
-        checkpoint_steps=num_steps,
     )
     return train_expert(ARCHITECTURE, images, settings)[1]
 

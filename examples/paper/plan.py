@@ -16,7 +16,6 @@ _UNTRAINED = {
         "learning_rate": 0.1,
         "weight_decay": 0.0,
         "ema_decay": 0.0,
-        "checkpoint_steps": 1,
     },
 }
 

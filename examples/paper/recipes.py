@@ -58,7 +58,6 @@ _PLAIN = Row(
         weight_decay=0.01,
         ema_decay=0.995,
         precision="fp32",
-        checkpoint_steps=1500,
     ),
 )
 _BOTH = _PLAIN.but("logit-normal t and cosine", times=LogitNormalT(), schedule="cosine")

@@ -76,7 +76,6 @@ def recipe(num_steps: int) -> Training:
         learning_rate=0.004,
         weight_decay=0.01,
         ema_decay=0.99,
-        checkpoint_steps=num_steps,
     )
 
 

@@ -71,7 +71,6 @@ def train_expert(points: Tensor, folder: Path, seed: int, num_steps: int) -> nn.
         learning_rate=0.005,
         weight_decay=0.0,
         ema_decay=0.99,
-        checkpoint_steps=num_steps,
         seed=seed,
     )
     trained = train(

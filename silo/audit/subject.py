@@ -213,7 +213,6 @@ class AuditedExpert:
                 "ema_snapshots": 0,
                 "num_steps": num_steps,
                 "seed": (planned_training.seed + draw) % _MAX_SEED,
-                "checkpoint_steps": max(num_steps // 4, 1),
                 "schedule": "constant",
                 "final_rate": 0.0,
                 "warmup_steps": warmup_steps,

@@ -12,6 +12,7 @@ from ddm.errors import ArchipelagoError, SetupError
 from ddm.images.text_reader import reader_path
 from ddm.io.files import read_bounded, require_file
 from ddm.io.space import check_writable, free_bytes
+from ddm.system.cores import usable_cores
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
@@ -40,7 +41,7 @@ def read_machine() -> SiteFacts:
         # The driver alone is no GPU for training: a torch built without CUDA finds none on a machine that has one.
         has_gpu=has_nvidia_gpu(),
         # Not `os.cpu_count()`: a container or a scheduler may allow this process only some of the cores.
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=usable_cores(),
         memory_bytes=available_bytes(),
         has_text_reader=reader_path() is not None,
     )

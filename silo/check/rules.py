@@ -136,12 +136,14 @@ def _device(facts: SiteFacts) -> Iterator[Finding]:
             got=f"{', '.join(torch.unsupported_gpus)}, which {_words_of(torch)} was not compiled for",
             remedy="Install a torch for this GPU, or set training.device to cpu in silo.toml.",
         )
-    if settings and settings.threads > facts.num_cores:
+    threads = settings.training.threads if settings else None
+    if threads is not None and threads > facts.num_cores:
         yield Finding(
-            "threads",
+            "training.threads",
             expected=f"at most {facts.num_cores}, the cores that this process may use",
-            got=str(settings.threads),
-            remedy="Lower threads in silo.toml: more of them than cores slow each other down.",
+            got=str(threads),
+            remedy="Lower training.threads in silo.toml, or leave it out: more threads than cores slow each other "
+            "down.",
             level="warn",
         )
 

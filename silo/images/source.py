@@ -19,6 +19,7 @@ from ddm.images.picture import DecodeLimits
 from ddm.images.selected_rows import SelectedRows
 from ddm.images.text_reader import reader_path
 from ddm.images.types import Bounds
+from ddm.system.cores import usable_cores
 from silo.config import ImagesSettings, Site
 
 FOLDER = "images"  # of scans, in a site's private folder
@@ -122,7 +123,7 @@ class ImageSource:
     @property
     def num_processes(self) -> int:
         """How many processes decode."""
-        return self.settings.processes or len(os.sched_getaffinity(0))
+        return self.settings.processes or usable_cores()
 
     @property
     def recipe(self) -> str:

@@ -15,6 +15,7 @@ from ddm.models import count_flops, load_expert
 from ddm.pages.pictures import inline
 from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.submission import SubmittedExpert
+from ddm.system.cores import default_threads
 from silo.config import Site
 from silo.review.facts import ReviewFacts
 from silo.worker.approval import review_folder
@@ -88,7 +89,8 @@ class ExpertSheets:
         return all(sheet.problem or len(sheet.pictures) >= sheet.num for sheet in self.sheets)
 
     def _draw(self) -> None:
-        torch.set_num_threads(self.site.settings().threads)
+        settings = self.site.settings()
+        torch.set_num_threads(settings.training.threads or default_threads())
         for expert in self.facts.draft.experts[:MAX_EXPERTS]:
             if self._sheets[expert.expert_id].problem:
                 continue

@@ -16,6 +16,7 @@ from ddm.protocol.base import MAX_TEXT, now_utc
 from ddm.protocol.statistics import StatisticKind
 from ddm.statistics.of_plan import statistics_of
 from ddm.system.console import exit_code_of
+from ddm.system.cores import default_threads
 from ddm.system.escape import escape_control
 from ddm.training.loop import Progress
 from ddm.transport.messages import MAX_SUBMISSIONS
@@ -138,7 +139,7 @@ class Worker:
             ArchipelagoError: a stage failed; the state keeps the problem, and a restart continues there.
             KeyboardInterrupt: the worker was asked to stop; everything done so far is on disk.
         """
-        torch.set_num_threads(self.settings.threads)
+        torch.set_num_threads(self.settings.training.threads or default_threads())
         # Inside the lock: only the worker that has it may say what becomes of the work.
         with locked(self.site.private, "worker"):
             try:

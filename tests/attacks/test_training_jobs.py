@@ -184,7 +184,7 @@ def test_address_in_the_environment_leads_a_job_nowhere_and_it_listens_on_loopba
     """With the store of torch's that the variables name, the first process would listen on all addresses."""
     words = ("bash", script(tmp_path, START_TWO), "{python}", "{folder}", "{launch}")
     # It ends once its ports were seen.
-    long_task = small_task(num_steps=100_000, checkpoint_steps=50_000)
+    long_task = small_task(num_steps=100_000)
     trial = SmallJob(tmp_path, with_launcher(*words), long_task)
     addresses = set[str]()
 

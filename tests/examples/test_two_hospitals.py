@@ -17,7 +17,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "two_hospitals_cxr"
 NUM_PATIENTS = 45
 SMALL = {
     "num_steps = 1200": "num_steps = 6",
-    "checkpoint_steps = 100": "checkpoint_steps = 6",
     "depth = 4": "depth = 1",
     "[data]": "rehearsal = true\n[data]",
 }

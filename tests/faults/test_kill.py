@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ EVENTS: dict[str, str] = {
     "the submission was taken in": "fed/accepted/*/north",
     "the receipt was signed": "fed/receipts/*/north/1.json",
 }
+# Of a training that goes on for some seconds.
+LONG_STEPS = 800
 PAIRS = [(victim, event) for victim in VICTIMS for event in EVENTS]
 
 
@@ -148,6 +151,55 @@ def test_federation_ends_as_if_nothing_had_happened_when_intake_is_killed(
 ) -> None:
     assert run_with_a_kill(operators, "intake", "the first shard arrived")
     check_published_once(operators, check_nothing_lost_or_doubled(operators))
+
+
+def run_long_training(operators: Operators, *, kills: bool) -> dict[str, str]:
+    """Run a federation of `silo run` with both halves, and perhaps kill one in mid-training; return its experts."""
+    # The clock saves: less than the ten seconds after which the first checkpoint is due by default.
+    set_up_federation(operators, num_steps=LONG_STEPS, checkpoint_s=0.5)
+    operators.serve("aggregator", "aggregator", "run", operators.fed)
+    for silo in SILOS:
+        # Named as the service that `all_services_ended` waits for.
+        operators.serve(f"{silo}-worker", "silo", "run", operators.folder / silo)
+    if kills:
+        log = operators.folder / "logs" / "north-worker.log"
+        operators.wait_until(lambda: last_saved_step(operators) > 0, "a checkpoint")
+        os.kill(operators.running["north-worker"].pid, signal.SIGKILL)
+        operators.running["north-worker"].wait(60)
+        saved_step = last_saved_step(operators)
+        num_bytes = log.stat().st_size
+        # First it says again what it had reported last.
+        operators.wait_until(lambda: len(steps_in(log, num_bytes)) > 1, "progress after the kill")
+        assert steps_in(log, num_bytes)[1] > saved_step > 0
+    operators.wait_until(lambda: all_services_ended(operators), "the end")
+    return check_nothing_lost_or_doubled(operators)
+
+
+def last_saved_step(operators: Operators) -> int:
+    """The step of the newest checkpoint of north's training; 0 where there is none."""
+    names = operators.folder.glob("north/private/checkpoints/**/step-*.json")
+    return max((int(path.stem.removeprefix("step-")) for path in names), default=0)
+
+
+def steps_in(log: Path, offset: int) -> list[int]:
+    """The steps that a worker reported in its log from some byte on."""
+    text = log.read_bytes()[offset:].decode()
+    return [int(step) for step in re.findall(rf"(\d+)/{LONG_STEPS} steps", text)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_silo_run_killed_in_training_goes_on_from_its_checkpoint_when_it_is_run_again(
+    operators: Operators, tmp_path: Path
+) -> None:
+    """The tutorial's promise, in a federation; a default test without one is in tests/test_commands.py."""
+    killed = run_long_training(operators, kills=True)
+    (tmp_path / "control").mkdir()
+    control = Operators(tmp_path / "control")
+    try:
+        assert run_long_training(control, kills=False) == killed
+    finally:
+        control.stop()
 
 
 @pytest.mark.slow

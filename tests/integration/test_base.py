@@ -47,7 +47,6 @@ TRAINING = {
     "batch_size": 8,
     "weight_decay": 0.0,
     "ema_decay": 0.5,
-    "checkpoint_steps": 10,
     "warmup_steps": 0,
     "schedule": "constant",
     "precision": "fp32",

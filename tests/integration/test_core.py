@@ -31,7 +31,6 @@ TRAINING = {
     "learning_rate": 0.01,
     "weight_decay": 0.0,
     "ema_decay": 0.95,
-    "checkpoint_steps": 75,
     "schedule": "constant",
     "precision": "fp32",
 }
@@ -121,7 +120,7 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
         base={"kind": "file", "file": str(tmp_path / "base.safetensors"), "licence": "CC0-1.0"},
         expert={
             "architecture": ARCHITECTURE,
-            "training": TRAINING | {"num_steps": 20, "checkpoint_steps": 10},
+            "training": TRAINING | {"num_steps": 20},
             "adaptation": {"kind": "lora", "rank": 2, "alpha": 2.0},
         },
         statistics=COUNTED,

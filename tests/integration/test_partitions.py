@@ -18,7 +18,7 @@ from tests.support.publishing import publish_changed_manifest
 
 SIZES = {"east": 60, "north": 90}
 EXPERT = recipe().model_dump(mode="json")["expert"]
-EXPERT["training"] |= {"num_steps": 3, "checkpoint_steps": 1}
+EXPERT["training"] |= {"num_steps": 3}
 CLUSTERED = recipe(
     partition={"kind": "silo_cluster", "min_images": 10},
     expert=EXPERT,

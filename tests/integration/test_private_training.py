@@ -19,7 +19,7 @@ SIZES = {"east": 60, "north": 90}
 EPSILON = 4.0
 DELTA = 5e-6
 EXPERT = recipe().model_dump(mode="json")["expert"]
-EXPERT["training"] |= {"num_steps": 4, "checkpoint_steps": 2, "batch_size": 16}
+EXPERT["training"] |= {"num_steps": 4, "batch_size": 16}
 PRIVACY = {
     "kind": "dp_sgd",
     "epsilon": EPSILON,

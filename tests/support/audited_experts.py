@@ -53,7 +53,6 @@ def training_settings(num_steps: int, **changes: object) -> Training:
     recipe |= {
         "ema_decay": 0.99,
         "precision": "fp32",
-        "checkpoint_steps": num_steps,
         "warmup_steps": 20,
     }
     return Training.model_validate(recipe | changes)

@@ -57,7 +57,6 @@ def plan_document(**changes: object) -> dict[str, Any]:
                 "loss_weighting": "none",
                 "order": "drawn",
                 "precision": "fp32",
-                "checkpoint_steps": 100,
                 "seed": 0,
             },
         },

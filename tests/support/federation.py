@@ -73,7 +73,6 @@ def recipe(**changes: object) -> Recipe:
                 "ema_decay": 0.9,
                 "schedule": "constant",
                 "precision": "fp32",
-                "checkpoint_steps": 2,
             },
         },
         "statistics": {
@@ -147,6 +146,14 @@ def cohort(num: int, centre: float, seed: int, *, patients: bool = False) -> dic
         owners = np.random.default_rng(seed).permutation(np.arange(num) * 2 // 5)
         arrays["patients"] = np.array([f"patient {owner}" for owner in owners])
     return arrays
+
+
+def set_training(site: Site, **fields: object) -> None:
+    """Set fields of the table [training] of a site's silo.toml."""
+    settings = site.settings()
+    training = settings.training.model_copy(update=fields)
+    changed = settings.model_copy(update={"training": training})
+    save_settings(changed, site.path / "silo.toml", "test")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ batch_size = 8
 learning_rate = 0.002
 weight_decay = 0.01
 ema_decay = 0.9
-checkpoint_steps = 5
 [router]
 kind = "learned"
 hidden = 16

@@ -30,7 +30,6 @@ RECIPE = {
     "learning_rate": 0.01,
     "weight_decay": 0.01,
     "ema_decay": 0.9,
-    "checkpoint_steps": 7,
 }
 
 

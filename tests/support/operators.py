@@ -14,7 +14,7 @@ from aggregator.config import Federation
 from ddm.system.process_table import descendants
 from ddm.system.processes import Child, free_port, program, spawn, terminate_all
 from silo.config import Site
-from tests.support.federation import POLICY, images, recipe, waive, write_policy
+from tests.support.federation import POLICY, images, recipe, set_training, waive, write_policy
 
 SILOS: Mapping[str, int] = {"north": 60, "south": 40}
 SHARD_BYTES = 65536
@@ -137,6 +137,7 @@ def set_up_federation(
     *,
     host: str = "127.0.0.1",
     num_steps: int | None = None,
+    checkpoint_s: float = 0.0,
     architecture: Mapping[str, int] | None = None,
 ) -> None:
     """Make the federation, its silos and a signed plan; every silo's policy approves by itself.
@@ -145,6 +146,7 @@ def set_up_federation(
         operators: who do it.
         host: the address that the aggregator announces.
         num_steps: of the training; few by default.
+        checkpoint_s: most seconds between two checkpoints of a training; by default each step has one.
         architecture: numbers of the expert that differ; an expert above 1 MiB may be sent then.
     """
     folder = operators.folder
@@ -173,6 +175,7 @@ def set_up_federation(
                        "--invitation", operators.fed / "invitation.json", "--code", fingerprint,
                        *secret)  # fmt: skip
         write_policy(Site(folder / silo), POLICY)
+        set_training(Site(folder / silo), checkpoint_s=checkpoint_s)
         operators.call("silo", "enroll", folder / silo, "--out", folder / f"{silo}.card.json")
         operators.call("aggregator", "enroll", "--yes", operators.fed, folder / f"{silo}.card.json")
     tables = recipe().model_dump(mode="json", exclude_none=True)
@@ -181,7 +184,7 @@ def set_up_federation(
         tables["expert"]["architecture"] |= architecture
         tables["limits"]["expert_bytes"] = 256 << 20
     if num_steps:
-        tables["expert"]["training"] |= {"num_steps": num_steps, "checkpoint_steps": 2}
+        tables["expert"]["training"] |= {"num_steps": num_steps}
     (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())
     np.savez(
         folder / "public.npz",

@@ -297,7 +297,7 @@ _LOCATION = {"path": "images.npy", "dtype": "<f4", "shape": [3, 1, 8, 8], "offse
 _FITTED = {"shape": [1, 8, 8], "range": [-1.0, 1.0]}
 _JOB: Mapping[type[Document], dict[str, Any]] = {
     TrainingJob: {
-        **{"plan_digest": DIGEST, "silo_id": "north", "number": 1, "data": DIGEST, "threads": 2},
+        **{"plan_digest": DIGEST, "silo_id": "north", "number": 1, "data": DIGEST},
         **{
             "engine": {"processes": 2, "device": "cpu"},
             "base": _EXPERT | {"path": "base.safetensors"},

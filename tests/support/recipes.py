@@ -10,7 +10,6 @@ SMALL: dict[str, Any] = {
     "learning_rate": 0.01,
     "weight_decay": 0.01,
     "ema_decay": 0.9,
-    "checkpoint_steps": 50,
 }
 
 

@@ -23,7 +23,6 @@ TRAINING = Training(
     learning_rate=0.004,
     weight_decay=0.01,
     ema_decay=0.98,
-    checkpoint_steps=200,
 )
 # radians a unit of t: slower waves hardly tell two times apart, fast ones neighbours
 _FAST = 30.0

@@ -83,7 +83,7 @@ def recipe() -> Recipe:
         "partition": {"kind": "silo", "min_images": 10},
         "expert": {
             "architecture": TINY.model_dump(mode="json"),
-            "training": {**training, "ema_decay": 0.9, "checkpoint_steps": 2},
+            "training": {**training, "ema_decay": 0.9},
         },
         "statistics": {
             "unit": "image",

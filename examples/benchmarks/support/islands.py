@@ -67,7 +67,6 @@ def _train(expert: nn.Module, images: Tensor, folder: Path, num_steps: int) -> d
         learning_rate=2e-3,
         weight_decay=0.01,
         ema_decay=0.995,
-        checkpoint_steps=500,
     )
 
     def tell(progress: Progress) -> None:

@@ -50,7 +50,6 @@ def small_plan(shape: Sequence[int], num_steps: int) -> Plan:
                 "weight_decay": 0.01,
                 "ema_decay": 0.995,
                 "precision": "fp32",
-                "checkpoint_steps": num_steps,
             },
             "dp_sgd": None,
         },

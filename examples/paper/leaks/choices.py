@@ -60,7 +60,6 @@ def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float
         "warmup_steps": steps // 20,
         "weight_decay": 0.01,
         "ema_decay": 0.99,
-        "checkpoint_steps": steps,
     }
     expert = {
         "architecture": {

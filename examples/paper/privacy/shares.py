@@ -46,7 +46,6 @@ def train_experts(
         learning_rate=2e-3,
         weight_decay=0.01,
         ema_decay=0.995,
-        checkpoint_steps=min(200, num_steps),
         seed=seed,
     )
     shape = tuple(world.test.shape[1:])

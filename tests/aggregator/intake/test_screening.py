@@ -145,7 +145,7 @@ def test_expert_trained_on_other_images_stands_apart_from_the_rest(
 
 
 def test_expert_of_few_steps_passes_in_a_rehearsal_alone(trial: Trial, tmp_path: Path) -> None:
-    few = TRAINING.model_copy(update={"num_steps": 6, "checkpoint_steps": 6})
+    few = TRAINING.model_copy(update={"num_steps": 6})
     made = figures(train_expert(tmp_path, public_images(), few), trial)
     assert made.loss_Z[-1] > MAX_LEARNT_RATIO * trial.probe.constant_Z[-1]
     assert travel(few) < MIN_TRAVEL <= travel(TRAINING)
@@ -161,7 +161,6 @@ def test_expert_of_a_plan_too_short_to_teach_anything_is_not_taken_for_a_trained
     """As in a trial of the product: 150 steps at the rate of a wide network, whose samples were pure noise."""
     changed = {
         "num_steps": 150,
-        "checkpoint_steps": 150,
         "learning_rate": 0.001,
         "schedule": "cosine",
     }

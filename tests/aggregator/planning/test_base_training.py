@@ -27,7 +27,6 @@ TRAINING = {
     "num_steps": 12,
     "batch_size": 8,
     "ema_decay": 0.5,
-    "checkpoint_steps": 4,
     "precision": "fp32",
 }
 SETTINGS = TrainingSettings(device="cpu")

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from aggregator.commands.plan import describe_draft
 from aggregator.intake.service import IntakeService
 from aggregator.planning.cost import estimate_cost
-from aggregator.planning.recipe import Recipe
 from ddm.errors import BusyError, PolicyError
 from ddm.loading.plan import PlanFiles
 from ddm.planning.recipe import ClusteringRecipe
@@ -141,7 +140,7 @@ def test_shown_costs_name_the_leak_audit_and_its_share_of_the_training(
 ) -> None:
     changes = recipe().model_dump(mode="json")
     expert = changes["expert"]
-    expert["training"] |= {"num_steps": 100_000, "checkpoint_steps": 1000}
+    expert["training"] |= {"num_steps": 100_000}
     audit = {"required": True, "min_holdout_units": 300}
     long_training = shown(published_once.tiny, tmp_path / "long", expert=expert, audit=audit)
     (row,) = re.findall(r"leak audit +about .* a silo, (\d+)% of the training", long_training)
@@ -290,15 +289,6 @@ def test_fine_centroids_are_1024_where_public_images_allow_and_never_fewer_than_
 ) -> None:
     assert ClusteringRecipe(num_coarse=2).fine_for(num_images, num_groups) == expected
     assert ClusteringRecipe(num_fine=50, num_coarse=2).fine_for(num_images, num_groups) == 50
-
-
-def test_recipe_whose_training_ends_before_its_first_checkpoint_is_refused_as_every_silo_would() -> (
-    None
-):
-    tables = recipe().model_dump(mode="json")
-    tables["expert"]["training"]["checkpoint_steps"] = tables["expert"]["training"]["num_steps"] + 1
-    with pytest.raises(ValidationError, match="checkpoint_steps must be at most num_steps"):
-        Recipe.model_validate(tables, strict=False)
 
 
 def test_recipe_of_pixels_far_from_the_scale_of_the_noise_is_refused_and_one_of_latents_is_not() -> (

@@ -78,7 +78,6 @@ def settings(num_steps: int = 20, seed: int = 0) -> Training:
         learning_rate=0.005,
         weight_decay=0.0,
         ema_decay=0.98,
-        checkpoint_steps=5 if num_steps < 100 else num_steps,
         seed=seed,
     )
 

@@ -18,9 +18,7 @@ def test_fashion_mnist_in_eight_islands_is_sampled_by_their_shares(tmp_path: Pat
     recipe = RECIPE.replace("[1, 8, 8]", "[1, 28, 28]").replace(
         "num_fine = 24", "num_fine = 128\nbalanced = true"
     )
-    recipe = recipe.replace("checkpoint_steps = 5", "checkpoint_steps = 50").replace(
-        "num_groups = 8", "num_groups = 32"
-    )
+    recipe = recipe.replace("num_groups = 8", "num_groups = 32")
     owner = Owner.make(tmp_path, steps=100, recipe=recipe + "fit_images = 6000\n")
     known = (
         "--recipe",

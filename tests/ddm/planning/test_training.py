@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 
 import pytest
-from pydantic import ValidationError
 
 from ddm.planning.architectures import ExpertRecipe
 from ddm.protocol.learning import Expert, Training
@@ -47,9 +46,9 @@ def test_what_a_recipe_says_stands() -> None:
         "weight_decay": 0.0,
         "precision": "fp32",
     }
-    training = expert(**stated, checkpoint_steps=7, ema_decay=0.9, betas=(0.8, 0.9)).training
+    training = expert(**stated, ema_decay=0.9, betas=(0.8, 0.9)).training
     assert {name: getattr(training, name) for name in stated} == stated
-    assert (training.checkpoint_steps, training.ema_decay, training.ema_width) == (7, 0.9, None)
+    assert (training.ema_decay, training.ema_width) == (0.9, None)
     assert training.betas == (0.8, 0.9)
 
 
@@ -57,24 +56,14 @@ def test_plan_states_every_number_and_reads_back_as_it_was() -> None:
     training = expert().training
     assert type(training) is Training
     assert (training.schedule, training.precision, training.ema_width) == ("cosine", "auto", 0.1)
-    assert training.checkpoint_steps == 500
     assert Training.model_validate_json(training.model_dump_json()) == training
     stated = {
         "learning_rate",
         "schedule",
         "weight_decay",
         "precision",
-        "checkpoint_steps",
         "ema_width",
     }
     assert stated <= training.model_dump().keys(), (
         "what later versions fill in otherwise must not be left out"
     )
-
-
-def test_short_run_has_its_checkpoint_at_the_end() -> None:
-    assert expert(num_steps=20).training.checkpoint_steps == 20
-    with pytest.raises(
-        ValidationError, match="checkpoint_steps must be at most num_steps, 20, not 21"
-    ):
-        expert(num_steps=20, checkpoint_steps=21)

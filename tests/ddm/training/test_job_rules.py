@@ -345,7 +345,7 @@ def test_result_is_refused_that_is_no_expert_of_the_plan(
 
 
 def test_result_of_other_work_is_not_taken(tmp_path: Path) -> None:
-    trial = SmallJob(tmp_path, task=small_task(num_steps=3, checkpoint_steps=3))
+    trial = SmallJob(tmp_path, task=small_task(num_steps=3))
     trial.folder.path.mkdir()
     write_document(result_of(trial, work="b" * 64), trial.folder.result)
     trial()
@@ -447,7 +447,7 @@ def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_note
 
 def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> None:
     """Slurm may begin late what was given up long ago; the start in force is another."""
-    trial = SmallJob(tmp_path, task=small_task(num_steps=1_000_000, checkpoint_steps=1_000_000))
+    trial = SmallJob(tmp_path, task=small_task(num_steps=1_000_000))
     stop = threading.Event()
     codes = list[int]()
     trial.folder.path.mkdir()

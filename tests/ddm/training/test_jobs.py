@@ -16,8 +16,9 @@ from tests.support.processes import is_running
 
 pytestmark = pytest.mark.slow
 TWO = TrainingSettings(device="cpu", processes=2)
+SAVING = TrainingSettings(device="cpu", processes=2, checkpoint_s=0.0)
 WORDS = [b"-P", b"-m", b"ddm.training"]
-LONG = {"num_steps": 100_000, "checkpoint_steps": 50_000}
+LONG = {"num_steps": 100_000}
 
 
 def running() -> list[int]:
@@ -85,7 +86,7 @@ def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_
 def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_stopped(
     tmp_path: Path, kind: str, shard: bool
 ) -> None:
-    settings = TWO.model_copy(update={"shard": shard})
+    settings = SAVING.model_copy(update={"shard": shard})
     whole = SmallJob(tmp_path / "whole", settings, small_task(kind, num_steps=300))
     whole()
     trial = SmallJob(tmp_path / "killed", settings, small_task(kind, num_steps=300))

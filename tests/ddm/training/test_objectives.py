@@ -140,7 +140,7 @@ def conditional(folder: Path, label_N: Tensor, drop: float, **changes: object) -
     return train(
         build_expert(SMALL, SHAPE, condition=condition, seed=3),
         Examples(label_N[:, None, None, None].expand(-1, *SHAPE) * 2.0 - 1.0, label_N, drop),
-        settings(num_steps=100, learning_rate=0.03, checkpoint_steps=100, **changes),
+        settings(num_steps=100, learning_rate=0.03, **changes),
         TrainingObjective(),
         TrainingRun(folder, engine=Engine(device="cpu")),
     )

@@ -110,7 +110,7 @@ def test_weights_are_the_same_bytes_however_many_threads_draw_and_wherever_the_i
 def test_run_that_was_killed_ends_with_the_same_bytes_when_it_goes_on_with_batches_drawn_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = settings(num_steps=120, checkpoint_steps=7)
+    long = settings(num_steps=120)
     kill_in_mid_training(tmp_path / "killed", after_step=20)
     shutil.copytree(tmp_path / "killed", tmp_path / "in line")
     in_line = Run(tmp_path / "in line", long)()
@@ -122,6 +122,6 @@ def test_run_that_was_killed_ends_with_the_same_bytes_when_it_goes_on_with_batch
 def test_batches_are_drawn_ahead_for_a_gpu_and_in_line_for_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)), raising=False)
+    monkeypatch.setattr("ddm.training.prefetch.usable_cores", lambda: 4)
     assert [drawing_threads(torch.device("cpu"), num) for num in (1, 2)] == [0, 0]
     assert [drawing_threads(torch.device("cuda"), num) for num in (1, 2, 8)] == [4, 2, 1]

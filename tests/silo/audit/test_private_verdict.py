@@ -29,7 +29,7 @@ SILO = "north"
 NUM = 80
 HELD = 20
 EXPERT = recipe().model_dump(mode="json")["expert"]
-EXPERT["training"] |= {"num_steps": 4, "checkpoint_steps": 2}
+EXPERT["training"] |= {"num_steps": 4}
 EXPERT["privacy"] = {
     "kind": "dp_sgd",
     "epsilon": 4.0,

@@ -199,7 +199,7 @@ def test_what_fails_is_named_with_what_to_do_and_the_exit_code_says_so(
 
 def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: Path) -> None:
     edit(site.path / "silo.toml", site.settings().root_digest, "0" * 64)
-    edit(site.path / "silo.toml", "threads = 1\n", "threads = 1000\n")
+    edit(site.path / "silo.toml", "[training]\n", "[training]\nthreads = 1000\n")
     edit(site.path / "silo.toml", str(site.settings().data), str(tmp_path / "gone.npz"))
     (site.courier / "node.key").unlink()
     site.inbox.chmod(0o777)

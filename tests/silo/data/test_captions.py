@@ -49,7 +49,6 @@ TRAINING = {
     "learning_rate": 0.01,
     "weight_decay": 0.0,
     "ema_decay": 0.95,
-    "checkpoint_steps": 100,
     "schedule": "constant",
     "precision": "fp32",
 }

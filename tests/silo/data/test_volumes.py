@@ -169,7 +169,6 @@ def test_unet_learns_from_nifti_files_and_the_expert_it_leaves_is_sampled(tmp_pa
         learning_rate=5e-3,
         weight_decay=0.0,
         ema_decay=0.9,
-        checkpoint_steps=60,
     )
     trained = train(
         build_expert(architecture, SPEC.shape),

@@ -28,7 +28,7 @@ from silo.worker.status import read_status
 from silo.worker.worker import Worker
 from tests.silo.worker.test_worker import recipe_of_many_steps
 from tests.support.commands import run_command
-from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation
+from tests.support.federation import PASSPHRASE, PlannedFederation, TinyFederation, set_training
 from tests.support.threads import THREADS
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -119,6 +119,7 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
     tiny.deliver_plan(SILO, plan_id)
     control = tiny.copy(tmp_path / "control")
     site = tiny.sites[SILO]
+    set_training(site, checkpoint_s=0.0)
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     first = start(site, secret)

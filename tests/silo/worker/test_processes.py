@@ -15,13 +15,12 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ddm.errors import SetupError
-from ddm.io.settings import save_settings
 from ddm.system.process_table import descendants
 from silo.config import Site
 from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
 from tests.silo.worker.test_worker import end, recipe_of_many_steps, run_worker, wait_for, watch
-from tests.support.federation import PlannedFederation, TinyFederation
+from tests.support.federation import PlannedFederation, TinyFederation, set_training
 from tests.support.processes import is_running, wait_for_end
 from tests.support.waiting import LIMIT_S
 
@@ -30,13 +29,6 @@ TOLERANCE = 2e-5
 OURS = [b"-P", b"-m", b"ddm.training"]
 LISTENING = "0A"
 LOOPBACK = "0100007F"  # as the kernel writes them
-
-
-def ask_for_processes(site: Site, num: int) -> None:
-    training = site.settings().training.model_copy(update={"processes": num, "device": "cpu"})
-    save_settings(
-        site.settings().model_copy(update={"training": training}), site.path / "silo.toml", "test"
-    )
 
 
 @pytest.fixture
@@ -147,7 +139,7 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
     alone = tiny.copy(tmp_path / "alone")
     site = tiny.sites[SILO]
     key = tiny.key(SILO)
-    ask_for_processes(site, 2)
+    set_training(site, processes=2, device="cpu")
     secret = key._private.private_bytes_raw()
     held = dict[int, bool]()
     shared = dict[int, set[str]]()
@@ -182,7 +174,7 @@ def long(tmp_path: Path) -> TinyFederation:
     """A federation whose silo trains long enough to be interrupted three times on a fast machine, in two processes."""
     made = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     made.deliver_plan(SILO, made.sign(recipe_of_many_steps(2000)))
-    ask_for_processes(made.sites[SILO], 2)
+    set_training(made.sites[SILO], processes=2, device="cpu", checkpoint_s=0.0)
     return made
 
 

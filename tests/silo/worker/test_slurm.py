@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from aggregator.planning.recipe import Recipe
-from ddm.io.settings import save_settings
-from ddm.training.config import TrainingSettings
 from ddm.training.job import Launch, read_document
 from silo.config import Site
 from silo.worker.state import load_state, state_path
 from tests.silo.worker.test_processes import expert, holds, steps
 from tests.silo.worker.test_worker import end, run_worker, wait_for, watch
-from tests.support.federation import PASSPHRASE, TinyFederation, recipe
+from tests.support.federation import PASSPHRASE, TinyFederation, recipe, set_training
 from tests.support.processes import is_running
 from tests.support.slurm import NODES, missing_programs, run_slurm
 from tests.support.waiting import wait_until
@@ -61,15 +59,14 @@ def planned(
         monkeypatch.setenv(name, cluster[name])
     made = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     tables = recipe().model_dump(mode="json")
-    tables["expert"]["training"] |= {"num_steps": 800, "checkpoint_steps": 20}
+    tables["expert"]["training"] |= {"num_steps": 800}
     made.deliver_plan(SILO, made.sign(Recipe.model_validate_json(json.dumps(tables))))
     return made
 
 
 def on_slurm(site: Site, jobs: Path) -> None:
-    settings = TrainingSettings(device="cpu", processes=2, launcher=SRUN, jobs=jobs)
-    save_settings(
-        site.settings().model_copy(update={"training": settings}), site.path / "silo.toml", "test"
+    set_training(
+        site, device="cpu", processes=2, launcher=SRUN, jobs=jobs, threads=1, checkpoint_s=0.0
     )
 
 
@@ -148,12 +145,7 @@ def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is
     end(process)
     assert not tasks(jobs) and not list(jobs.rglob("*.npy")), "the copies of the images are gone"
 
-    settings = TrainingSettings(device="cpu", processes=2)
-    save_settings(
-        control.settings().model_copy(update={"training": settings}),
-        control.path / "silo.toml",
-        "test",
-    )
+    set_training(control, device="cpu", processes=2)
     process = run_worker(control)
     wait_for(control, process, "in_outbox")
     end(process)

@@ -137,7 +137,6 @@ def through_all_stages(path: Path, folder: Path) -> None:
         learning_rate=1e-3,
         weight_decay=0.0,
         ema_decay=0.9,
-        checkpoint_steps=4,
     )
     train(
         build_expert(Dit(patch=8, hidden=16, depth=1, heads=2), SPEC.shape),

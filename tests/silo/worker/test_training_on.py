@@ -45,7 +45,6 @@ def training(num_steps: int) -> Training:
         learning_rate=0.002,
         weight_decay=0.0,
         ema_decay=0.9,
-        checkpoint_steps=num_steps,
     )
 
 

@@ -34,7 +34,6 @@ RECIPE = {
     "learning_rate": 0.01,
     "weight_decay": 0.0,
     "ema_decay": 0.5,
-    "checkpoint_steps": 6,
 }
 CLASSES = {"kind": "class", "num_classes": 3}
 ONE_GROUP = Clusters(

@@ -36,6 +36,7 @@ from tests.support.federation import (
     PlannedFederation,
     TinyFederation,
     recipe,
+    set_training,
     write_policy,
 )
 from tests.support.forked import fork_process, wait_for_exit
@@ -401,6 +402,7 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     tiny.deliver_plan(SILO, plan_id)
     control = tiny.copy(tmp_path / "control")
     site = tiny.sites[SILO]
+    set_training(site, checkpoint_s=0.0)
 
     def work() -> None:
         # so that it is caught in mid-training, however busy the machine
@@ -425,9 +427,9 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
 
 
 def recipe_of_many_steps(num_steps: int = 200) -> Recipe:
-    """Return a recipe that trains for some seconds, with many checkpoints on the way."""
+    """Return a recipe that trains for some seconds."""
     tables = recipe().model_dump(mode="json")
-    tables["expert"]["training"] |= {"num_steps": num_steps, "checkpoint_steps": 10}
+    tables["expert"]["training"] |= {"num_steps": num_steps}
     return Recipe.model_validate_json(json.dumps(tables))
 
 
