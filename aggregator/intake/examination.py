@@ -101,6 +101,14 @@ class Examiner:
         return {}
 
     @cached_property
+    def _document_paths(self) -> dict[str, Path]:
+        """Where the document of each silo's accepted submission is, once there is one."""
+        return {
+            silo_id: self.federation.accepted_folder(self.plan, silo_id) / submission_path(silo_id)
+            for silo_id in self.plan.members
+        }
+
+    @cached_property
     def _accepted(self) -> dict[str, tuple[FileIdentity, Examination]]:
         """The examination of each accepted submission that was read, and the document that it is of."""
         return {}
@@ -229,22 +237,23 @@ class Examiner:
         """
         examinations = {}
         for silo_id in sorted(remaining):
-            folder = self.federation.accepted_folder(self.plan, silo_id)
-            identity = file_identity(folder / submission_path(silo_id))
+            document_path = self._document_paths[silo_id]
+            identity = file_identity(document_path)
             # The folder of a silo appears by a rename once intake has accepted its submission.
             if identity is None:
                 continue
             known_identity, examination = self._accepted.get(silo_id, (None, None))
             # With hundreds of silos, to read all of them again for each submission would take most of the time.
             if examination is None or known_identity != identity:
-                examination = self._examine_accepted(silo_id, folder)
+                examination = self._examine_accepted(silo_id, document_path)
                 self._accepted[silo_id] = (identity, examination)
             examinations[silo_id] = examination
         return examinations
 
-    def _examine_accepted(self, silo_id: str, folder: Path) -> Examination:
-        document = read_bounded(folder / submission_path(silo_id), MAX_DOCUMENT_BYTES)
+    def _examine_accepted(self, silo_id: str, document_path: Path) -> Examination:
+        document = read_bounded(document_path, MAX_DOCUMENT_BYTES)
         submission = Submission.parse(document, subject=f"submission of {silo_id}")
+        folder = self.federation.accepted_folder(self.plan, silo_id)
         return self.examine(silo_id, submission, sha256_hex(document), folder)
 
     def faults(self, new: Examination, accepted: Mapping[str, Examination]) -> list[str]:

@@ -32,8 +32,9 @@ from aggregator.membership.withdrawal import remaining_silos
 from aggregator.router.train import train_router
 from aggregator.transfer.delivery import SiloDelivery, TransferLimits
 from ddm.errors import RefusedError, SetupError
+from ddm.io.files import write_atomic
 from ddm.protocol.base import MAX_VALUES, now_utc, sha256_file
-from ddm.protocol.submission import Submission, SubmittedExpert
+from ddm.protocol.submission import Submission, SubmittedExpert, submission_path
 from ddm.system.console import run_app
 from tests.conftest import PublishedRelease
 from tests.support.errors import has_subject
@@ -343,6 +344,34 @@ def many_experts(published: PublishedRelease, number: int) -> tuple[Submission, 
     (expert,) = sent.experts
     experts = tuple(expert.model_copy(update={"expert_id": f"north-{n}"}) for n in range(number))
     return sent.model_copy(update={"experts": experts}), folder
+
+
+def test_accepted_submission_is_read_once_for_all_that_come_after_it_and_again_when_it_changes(
+    published: PublishedRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = published.tiny.federation
+    plan, _ = federation.current_plan()
+    examiner = Examiner(federation, plan)
+    remaining = remaining_silos(federation, plan)
+    examined = list[str]()
+    examine = Examiner.examine
+
+    def count(
+        self: Examiner, silo_id: str, submission: Submission, digest: str, folder: Path
+    ) -> Examination:
+        examined.append(silo_id)
+        return examine(self, silo_id, submission, digest, folder)
+
+    monkeypatch.setattr(Examiner, "examine", count)
+    first = examiner.accepted(remaining)
+    assert examiner.accepted(remaining) == first
+    assert sorted(examined) == sorted(remaining)
+
+    examined.clear()
+    document = federation.accepted_folder(plan, "north") / submission_path("north")
+    write_atomic(document, document.read_bytes())
+    assert examiner.accepted(remaining) == first
+    assert examined == ["north"]
 
 
 def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_once(
