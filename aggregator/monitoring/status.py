@@ -150,7 +150,8 @@ def read_status(
         disk_free_bytes=disk.free,
         disk_total_bytes=disk.total,
         expiries=tuple(expiries),
-        problems=tuple(problems),
+        # Two readers of one damaged file say the same.
+        problems=tuple(dict.fromkeys(problems)),
     )
 
 

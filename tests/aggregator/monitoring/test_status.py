@@ -350,6 +350,13 @@ def test_worker_that_ended_is_shown_with_its_code_and_as_in_need_of_a_person(
         assert look(stage).code == 0
 
 
+def test_damaged_card_is_named_once_and_the_rest_is_shown(published: PublishedRelease) -> None:
+    (published.tiny.federation.registry / "north.json").write_bytes(b"junk")
+    status = read_status(published.tiny.federation, now_utc())
+    assert len(status.problems) == 1
+    assert {silo.silo_id for silo in status.silos} == {"east", "north"}
+
+
 NUM_MANY = 256
 
 
