@@ -112,7 +112,8 @@ class Classifier:
         for block, label_B in zip(image_blocks, label_blocks, strict=True):
             logits = self.net(_scaled(block, self.data))
             predicted_B = logits.argmax(1)
-            num_correct += int((predicted_B == label_B).sum())
+            is_correct_B = predicted_B == label_B
+            num_correct += int(is_correct_B.sum())
         return num_correct / len(images)
 
     def save(self, path: Path) -> None:

@@ -74,12 +74,13 @@ def near_copies(
 def pixel_rows(images: Tensor) -> Tensor:
     """Return images as rows, shape (N, P), float32; sides beyond 32 pixels (16 of a volume) are averaged down."""
     images = images.float()
+    _, _, *sides = images.shape
     if images.ndim == 4:
-        sides = [min(side, SIDE) for side in images.shape[2:]]
-        if sides != list(images.shape[2:]):
-            images = F.adaptive_avg_pool2d(images, sides)  # type: ignore[arg-type]
+        new_sides = [min(side, SIDE) for side in sides]
+        if new_sides != sides:
+            images = F.adaptive_avg_pool2d(images, new_sides)  # type: ignore[arg-type]
     elif images.ndim == 5:
-        sides = [min(side, VOLUME_SIDE) for side in images.shape[2:]]
-        if sides != list(images.shape[2:]):
-            images = F.adaptive_avg_pool3d(images, sides)  # type: ignore[arg-type]
+        new_sides = [min(side, VOLUME_SIDE) for side in sides]
+        if new_sides != sides:
+            images = F.adaptive_avg_pool3d(images, new_sides)  # type: ignore[arg-type]
     return images.flatten(1)

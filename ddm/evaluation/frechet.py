@@ -43,7 +43,8 @@ class Moments:
         num, dim = features_ND.shape
         total_D = torch.zeros(dim, dtype=torch.float64)
         for block_BD in torch.split(features_ND, BLOCK):
-            total_D += block_BD.double().sum(0)
+            exact_BD = block_BD.double()
+            total_D += exact_BD.sum(0)
         # The mean first, in a pass of its own: the mean square less the squared mean would lose digits where features
         # are far from 0.
         mean_D = total_D / num

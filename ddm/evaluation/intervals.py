@@ -58,8 +58,10 @@ def bootstrap_estimate(
         num_rows = max(1, _MAX_INDICES // num)
         for start in range(0, DRAWS, num_rows):
             stop = min(start + num_rows, DRAWS)
-            indices_BN = torch.randint(num, (stop - start, num), generator=generator)
-            shift[start:stop] += centred_N[indices_BN].mean(1)
+            num_draws = stop - start
+            indices_BN = torch.randint(num, (num_draws, num), generator=generator)
+            resampled_BN = centred_N[indices_BN]
+            shift[start:stop] += resampled_BN.mean(1)
     tail = (1 - LEVEL) / 2
     levels = torch.tensor([tail, 1 - tail], dtype=torch.float64)
     low, high = torch.quantile(shift, levels).tolist()

@@ -225,13 +225,15 @@ def nearest_in_blocks(
             rows = slice(start, start + len(product_RB))
             squared_RB = _squared_distances(product_RB, energy_N[rows], energy_B)
             candidates = squared_RB.topk(num_candidates, dim=1, largest=False)
-            # The k nearest of this block and of all blocks before it.
             candidate_numbers = candidates.indices + first
-            squared_R = torch.cat([nearest_NK[rows], candidates.values], 1)
-            number_R = torch.cat([number_NK[rows], candidate_numbers], 1)
-            best = squared_R.topk(k, dim=1, largest=False)
+            # The k nearest of this block and of all blocks before it, which are in the table.
+            best_before = nearest_NK[rows]
+            numbers_before = number_NK[rows]
+            squared_RC = torch.cat([best_before, candidates.values], 1)
+            number_RC = torch.cat([numbers_before, candidate_numbers], 1)
+            best = squared_RC.topk(k, dim=1, largest=False)
             nearest_NK[rows] = best.values
-            number_NK[rows] = number_R.gather(1, best.indices)
+            number_NK[rows] = number_RC.gather(1, best.indices)
     return nearest_NK, number_NK
 
 

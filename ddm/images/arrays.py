@@ -120,7 +120,8 @@ def _check_many(source: ImageArrays, path: Path) -> None:
     if 1 in shape or _COLOURS in shape or shape[-1] == _COLOURS + 1:
         detail = "one image with its channels, or many images with a side of 1, 3 or 4: save one as (1, H, W, C)"
         raise ImageError(Reason.AMBIGUOUS, detail)
-    if len(source) == _COLOURS and path.suffix == ".npy" and not path.name.startswith(_IMAGES):
+    may_be_one_image = path.suffix == ".npy" and not path.name.startswith(_IMAGES)
+    if len(source) == _COLOURS and may_be_one_image:
         detail = "(3, H, W): one image of three colours, saved as (1, 3, H, W), or three grey ones, as (3, 1, H, W)"
         raise ImageError(Reason.AMBIGUOUS, detail)
 
@@ -142,7 +143,9 @@ def _pictures(
     start = 0
     for block in source.unpacked():
         stop = start + len(block)
-        cells = {field: column[start:stop].tolist() for field, column in columns.items()}
+        cells = {}
+        for field, column in columns.items():
+            cells[field] = column[start:stop].tolist()
         for place, values in enumerate(block):
             try:
                 picture = Picture(channels_first(values, limits), full=full)

@@ -86,17 +86,22 @@ def csv_format(path: Path, is_header: Callable[[list[str]], bool]) -> CsvFormat:
     )
 
 
-def read_records(path: Path, how: CsvFormat) -> Iterator[tuple[int, list[str]]]:
+def read_records(path: Path, layout: CsvFormat) -> Iterator[tuple[int, list[str]]]:
     """Yield the records of a CSV, the header first, each with the number of its last line.
 
     Raises:
         DataError: a file that does not parse, a line that is too long, or characters that no text has.
     """
-    with _open_lines(path, how.encoding) as lines:
-        if how.has_separator_line:
+    with _open_lines(path, layout.encoding) as lines:
+        if layout.has_separator_line:
             next(lines)
-        # Blanks before a cell go, so that a quote behind a separator and a blank still quotes.
-        reader = csv.reader(lines, delimiter=how.delimiter, skipinitialspace=True, strict=True)
+        reader = csv.reader(
+            lines,
+            delimiter=layout.delimiter,
+            # A quote behind a separator and a blank still quotes.
+            skipinitialspace=True,
+            strict=True,
+        )
         try:
             for record in reader:
                 yield lines.number, record

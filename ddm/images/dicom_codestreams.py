@@ -140,8 +140,11 @@ def _jpeg(data: bytes) -> CodeStream:
             adobe_transform = content[11]
     if len(frame) < 6 or len(frame) < 6 + 3 * frame[5]:
         raise ImageError(Reason.DAMAGED, "a code stream without the start of its frame")
+    # T.81, B.2.2: precision, height, width, number of components.
     bits = frame[0]
-    shape = (int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big"))
+    height = int.from_bytes(frame[1:3], "big")
+    width = int.from_bytes(frame[3:5], "big")
+    shape = (height, width)
     components = frame[5]
     identifiers = bytes(frame[6 : 6 + 3 * components : 3])
     sampling = set(frame[7 : 6 + 3 * components : 3])
@@ -209,9 +212,10 @@ def _jpeg_2000(data: bytes, is_ycc: bool) -> CodeStream:
     header = data[4 : 4 + size_length]
     if len(header) < 38:
         raise ImageError(Reason.TRUNCATED, "a code stream that ends too early")
-    right, bottom, left, top = (
-        int.from_bytes(header[start : start + 4], "big") for start in (4, 8, 12, 16)
-    )
+    right = int.from_bytes(header[4:8], "big")
+    bottom = int.from_bytes(header[8:12], "big")
+    left = int.from_bytes(header[12:16], "big")
+    top = int.from_bytes(header[16:20], "big")
     components = int.from_bytes(header[36:38], "big")
     # Of each component its depth and how it is subsampled across and down; 1 and 1 for a component of full size.
     descriptions_end = 38 + 3 * components

@@ -88,9 +88,12 @@ def lengths_of(tags: Any, number: int) -> Spacing | None:
 def _aspect_ratio(tags: Any) -> float | None:
     """Return the height of a pixel in widths (PS3.3 C.7.6.3.1.7); None where it is not stated, or 1."""
     sides = floats_of(tags, "PixelAspectRatio")
-    if len(sides) != 2 or min(sides) <= 0 or sides[0] == sides[1]:
+    if len(sides) != 2 or min(sides) <= 0:
         return None
-    return sides[0] / sides[1]
+    height, width = sides
+    if height == width:
+        return None
+    return height / width
 
 
 def volume_of(

@@ -697,7 +697,8 @@ class _Fragment:
 
 def _integers(data: bytes, num_bytes: int) -> list[int]:
     """Return whole numbers of so many bytes each, in little endian."""
-    integers: list[int] = np.frombuffer(data, f"<u{num_bytes}", len(data) // num_bytes).tolist()
+    num_integers = len(data) // num_bytes
+    integers: list[int] = np.frombuffer(data, f"<u{num_bytes}", num_integers).tolist()
     return integers
 
 

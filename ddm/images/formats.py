@@ -257,10 +257,12 @@ def _is_not_decoded(head: FileHead) -> bool:
 def _is_analyze(head: FileHead) -> bool:
     """Whether a file is a header of ANALYZE 7.5, which begins with its own length."""
     data = head.first_bytes
-    if head.gzipped or len(data) < 348 or data[344:347] in (b"ni1", b"n+1"):
+    is_nifti = data[344:347] in (b"ni1", b"n+1")
+    if head.gzipped or len(data) < 348 or is_nifti:
         return False
-    sizes = (int.from_bytes(data[:4], "little"), int.from_bytes(data[:4], "big"))
-    return 348 in sizes and head.has_suffix(".hdr")
+    first_field = data[:4]
+    lengths = (int.from_bytes(first_field, "little"), int.from_bytes(first_field, "big"))
+    return 348 in lengths and head.has_suffix(".hdr")
 
 
 def _is_mgh(head: FileHead) -> bool:

@@ -28,9 +28,11 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|test|t10k)-images-idx")
 
 def is_idx_head(head: bytes) -> bool:
     """Whether the first bytes of a file, unpacked, are those of an idx array."""
-    return (
-        len(head) >= 4 and head[:2] == b"\0\0" and head[2] in _DTYPES and 1 <= head[3] <= _MAX_DIMS
-    )
+    if len(head) < 4 or head[:2] != b"\0\0":
+        return False
+    type_code = head[2]
+    num_dims = head[3]
+    return type_code in _DTYPES and 1 <= num_dims <= _MAX_DIMS
 
 
 def is_idx(path: Path) -> bool:

@@ -197,7 +197,8 @@ def _note(
         if segment.startswith(b"JFIF\0"):
             markers.jfif = segment
             # Width and height of a thumbnail; 0 where there is none.
-            if any(segment[12:14]):
+            thumbnail_size = segment[12:14]
+            if any(thumbnail_size):
                 metadata.add_thumbnail()
         elif segment.startswith(b"JFXX\0"):
             metadata.add_thumbnail()

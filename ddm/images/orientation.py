@@ -64,9 +64,8 @@ def flattened(
     """Turn a volume of one slice, shape (C, D, H, W), into the image of a screen, on which the head is up."""
     thin_axis = next(axis for axis in (1, 2, 3) if values.shape[axis] == 1)
     image = values.squeeze(thin_axis)
-    image_spacing = tuple(
-        side_mm for axis, side_mm in enumerate(spacing, start=1) if axis != thin_axis
-    )
+    # Axis 0 is that of the channels, which has no spacing.
+    image_spacing = (*spacing[: thin_axis - 1], *spacing[thin_axis:])
     if thin_axis != 1:
         # Rows of a coronal or sagittal slice ascend to the head; on a screen they descend.
         image = image[:, ::-1]

@@ -139,7 +139,8 @@ class DecodedPicture(Picture):
 
     def with_fields(self, **fields: Any) -> Self:
         """Return the picture with what its container or a table says of it, which counts before its own file."""
-        return replace(self, **{name: value for name, value in fields.items() if value is not None})
+        stated = {name: value for name, value in fields.items() if value is not None}
+        return replace(self, **stated)
 
 
 def supported(values: Values) -> Values:

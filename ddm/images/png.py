@@ -240,7 +240,9 @@ def _colours(
     if header.colour in (_GREY_ALPHA, _RGB_ALPHA):
         if transparency is not None:
             raise ImageError(Reason.DAMAGED, "tRNS beside an alpha channel")
-        return over_black(samples[..., :-1], samples[..., -1], header.top)
+        colours = samples[..., :-1]
+        alpha = samples[..., -1]
+        return over_black(colours, alpha, header.top)
     if transparency is not None:
         # One value, or one colour, in two bytes a sample whatever the depth, is transparent: section 11.3.1.1.
         num_channels = samples.shape[-1]

@@ -88,7 +88,8 @@ def contact_sheet(
         if len(numbers) == 1:
             noun = "picture"
         listed = ", ".join(numbers)
-        reasons.append(f"{noun} {listed}: {reason.removeprefix('picture: ')}")
+        reason = reason.removeprefix("picture: ")
+        reasons.append(f"{noun} {listed}: {reason}")
     return reasons
 
 
@@ -143,7 +144,8 @@ def _before(picture: Picture, side: int) -> Floats:
         slices=Slices(count=1),
         fit=PadFit(),
     )
-    transform = Transform(spec, DataSpec(shape=(3, side, side), range=(-1.0, 1.0)))
+    data = DataSpec(shape=(3, side, side), range=(-1.0, 1.0))
+    transform = Transform(spec, data)
     try:
         (sample,) = transform.apply(picture)
     except DataError:

@@ -143,7 +143,10 @@ def rgb_of_inks(inks: Numbers, top: int) -> Numbers:
     programs without colour management show such images.
     """
     light = top - inks.astype(np.uint32)
-    return over_black(light[..., :3], light[..., 3], top).astype(inks.dtype)
+    # Black ink dims the other three, as transparency over black does.
+    colours = light[..., :3]
+    lightness = light[..., 3]
+    return over_black(colours, lightness, top).astype(inks.dtype)
 
 
 def spacing_of(

@@ -192,7 +192,11 @@ class PictureReader:
         if self.data.arrays is not None:
             return self.data.arrays.files
         skipped = set(self.skipped)
-        return tuple(path for path in self._paths if self._name(str(path)) not in skipped)
+        files = []
+        for path in self._paths:
+            if self._name(str(path)) not in skipped:
+                files.append(path)
+        return tuple(files)
 
     def remarks(self) -> list[str]:
         """Return what a person should know, once all pictures were read."""
@@ -212,10 +216,11 @@ class PictureReader:
     def _can_be_decoded(self, file: ImageFile) -> bool:
         if file.reason is None:
             return True
+        name = self._name(file.path)
         if file.is_clutter:
-            self.skipped.append(self._name(file.path))
+            self.skipped.append(name)
         else:
-            self.refuse(self._name(file.path), ImageError(file.reason, file.detail))
+            self.refuse(name, ImageError(file.reason, file.detail))
         return False
 
     def _decoded_here(self, files: Iterable[ImageFile]) -> Iterator[NamedPicture]:

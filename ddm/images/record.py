@@ -193,7 +193,8 @@ def _cell_indices(height: int, width: int) -> NDArray[np.intp]:
     samples_across = min(_CELL_SAMPLES, width // num_columns)
     row_A = _middles(height, HASH_SIDE * samples_down)
     column_B = _middles(width, num_columns * samples_across)
-    index_AB = row_A[:, None] * width + column_B
+    first_of_row_A1 = row_A[:, None] * width
+    index_AB = first_of_row_A1 + column_B
     indices = index_AB.reshape(HASH_SIDE, samples_down, num_columns, samples_across)
     num_values = samples_down * samples_across
     num_cells = HASH_SIDE * num_columns

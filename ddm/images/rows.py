@@ -100,13 +100,14 @@ class FileArray:
 
     def read(self, rows: Rows) -> Values:
         """Return rows; see `StoredArray`."""
-        shape = (len(rows), *self.shape[1:])
-        values = np.empty(shape, self.dtype)
+        row_shape = self.shape[1:]
+        values = np.empty((len(rows), *row_shape), self.dtype)
         if isinstance(rows, range):
             self._fill(values, rows.start)
         else:
             for place, row in enumerate(rows.tolist()):
-                self._fill(values[place : place + 1], row)
+                place_of_row = values[place : place + 1]
+                self._fill(place_of_row, row)
         return values
 
     def _fill(self, values: Values, first_row: int) -> None:

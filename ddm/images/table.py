@@ -129,7 +129,8 @@ class Table:
                 got = f"an empty one in {place}"
                 raise DataError("table", expected="a path in every row", got=got, remedy=_CORRECT)
             cells = {meaning: _cell(text, place) for meaning, text in texts.items()}
-            row = TableRow(path, **{meaning: _visible(cell) for meaning, cell in cells.items()})
+            visible_cells = {meaning: _visible(cell) for meaning, cell in cells.items()}
+            row = TableRow(path, **visible_cells)
             if row.patient is not None and _ROUNDED.fullmatch(row.patient):
                 self._num_rounded_patients += 1
             yield row

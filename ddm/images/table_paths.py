@@ -228,7 +228,9 @@ def _other_bases(folder: str, paths: Sequence[str]) -> list[str]:
         ]
     bases = sorted(bases)[:_MAX_BASES]
     real_folder = Path(folder).resolve()
-    if all(re.split(r"[\\/]", path, maxsplit=1)[0] == real_folder.name for path in paths):
+    first_folders = {re.split(r"[\\/]", path, maxsplit=1)[0] for path in paths}
+    # Paths that all begin with the name of the folder were written beside it.
+    if first_folders <= {real_folder.name}:
         bases.append(str(real_folder.parent))
     return bases
 
@@ -243,8 +245,12 @@ def _folded_names(folder: str) -> frozenset[str]:
 def _folded_stems(folder: str) -> frozenset[str]:
     """Return the names in a folder without their endings, as tables of many public data sets name images."""
     # The stem of `scan.nii.gz` is `scan`.
-    names = (name.removesuffix(".gz") for name in _folded_names(folder))
-    return frozenset(stem for stem, dot, _ in (name.rpartition(".") for name in names) if dot)
+    stems = set()
+    for name in _folded_names(folder):
+        stem, dot, _ = name.removesuffix(".gz").rpartition(".")
+        if dot:
+            stems.add(stem)
+    return frozenset(stems)
 
 
 def _folded(name: str) -> str:

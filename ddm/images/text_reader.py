@@ -100,9 +100,12 @@ def _enlarged(
 ) -> Numbers:
     """Return a part that is enlarged along one axis, linearly between neighbours: hard steps are no letters to it."""
     num = part.shape[axis]
-    places = ((np.arange(num * factor) + 0.5) / factor - 0.5).clip(0, num - 1)
+    last = num - 1
+    # Half-pixel centres: place p of the enlarged part is place (p + 1/2) / factor - 1/2 of this one.
+    middles = np.arange(num * factor) + 0.5
+    places = (middles / factor - 0.5).clip(0, last)
     before = np.floor(places).astype(np.intp)
-    after = np.minimum(before + 1, num - 1)
+    after = np.minimum(before + 1, last)
     share = (places - before).astype(np.float32)
     if axis == 0:
         share = share[:, None]

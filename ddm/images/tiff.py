@@ -425,7 +425,9 @@ def _palette(page: tifffile.TiffPage) -> Numbers:
             "PhotometricInterpretation: a palette of samples that are not unsigned with 16 bits at most",
         )
     tag = page.tags.get("ColorMap")
-    if tag is None or tag.dtype != tifffile.DATATYPE.SHORT or tag.count != 3 << page.bitspersample:
+    # Red, green and blue of each number that a sample can have.
+    num_values = 3 << page.bitspersample
+    if tag is None or tag.dtype != tifffile.DATATYPE.SHORT or tag.count != num_values:
         raise ImageError(Reason.DAMAGED, "ColorMap")
     colours = tag.value.reshape(3, -1).T
     high = colours >> 8

@@ -97,9 +97,9 @@ class Transform:
     @property
     def recipe(self) -> str:
         """Names all that the samples depend on besides the picture."""
-        return json.dumps(
-            [VERSION, self.spec.model_dump(mode="json"), self.data.model_dump(mode="json")]
-        )
+        spec = self.spec.model_dump(mode="json")
+        data = self.data.model_dump(mode="json")
+        return json.dumps([VERSION, spec, data])
 
     @property
     def dtype(self) -> ValueType:
@@ -116,7 +116,9 @@ class Transform:
     @property
     def blank(self) -> list[Floats]:
         """The samples of a picture that cannot be used: the lowest value of the plan's range everywhere."""
-        return [np.full(self.data.shape, self.data.range[0], np.float32)] * self.num
+        lowest, _ = self.data.range
+        sample = np.full(self.data.shape, lowest, np.float32)
+        return [sample] * self.num
 
     def apply(self, picture: Picture) -> list[Floats]:
         """Return the samples of a picture: one, or one for each slice.

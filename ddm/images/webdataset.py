@@ -277,11 +277,12 @@ def _facts_of_json(text: str) -> dict[str, str | None]:
             raise ImageError(
                 Reason.UNSUPPORTED, f"a {name} in .json that is neither text nor a number"
             )
-        facts[name] = as_text(value)
-        if len((facts[name] or "").encode(_ENCODING, "surrogatepass")) > MAX_CELL_BYTES[name]:
-            raise ImageError(
-                Reason.TOO_LARGE, f"a {name} in .json of more than {MAX_CELL_BYTES[name]} bytes"
-            )
+        cell = as_text(value)
+        facts[name] = cell
+        max_bytes = MAX_CELL_BYTES[name]
+        encoded = (cell or "").encode(_ENCODING, "surrogatepass")
+        if len(encoded) > max_bytes:
+            raise ImageError(Reason.TOO_LARGE, f"a {name} in .json of more than {max_bytes} bytes")
     return facts
 
 

@@ -127,7 +127,9 @@ def _answer_picture(
     }
     if secrets.order_key:
         answer["order"] = order_of(picture.patient, secrets.order_key, secrets.patient_rule)
-    _write(answers, json.dumps(answer).encode(), picture.values.reshape(-1).view("u1").data)
+    text = json.dumps(answer)
+    values_as_bytes = picture.values.reshape(-1).view("u1")
+    _write(answers, text.encode(), values_as_bytes.data)
 
 
 def _write(

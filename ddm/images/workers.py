@@ -527,5 +527,6 @@ def _picture(
 ) -> Picture:
     # A file may have taken its decoder over, so that these fields are checked as the record is.
     fields = _PictureFields.model_validate_json(json.dumps(answer))
-    array: Values = np.frombuffer(values, np.dtype(record.dtype)).reshape(record.shape)
+    flat = np.frombuffer(values, np.dtype(record.dtype))
+    array: Values = flat.reshape(record.shape)
     return Picture(array, fields.spacing or None, fields.window, fields.full)

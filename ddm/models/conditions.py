@@ -116,9 +116,10 @@ class TextEmbedding(nn.Module):
 
         check_text(c_BLD, num, self.condition)
         is_token_BL = (c_BLD != 0).any(-1)
+        has_text_B = is_token_BL.any(-1)
         # A sample without a text attends to the learned token in its first place.
         is_null_BL = torch.zeros_like(is_token_BL)
-        is_null_BL[:, 0] = ~is_token_BL.any(-1)
+        is_null_BL[:, 0] = ~has_text_B
         embedded_BLD = self.mlp(c_BLD)
         tokens_BLD = torch.where(is_null_BL[..., None], self.null, embedded_BLD)
         is_attended_BL = is_token_BL | is_null_BL

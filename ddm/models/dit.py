@@ -142,12 +142,13 @@ class DitNetwork(PatchTransformer):
                 expected="no condition: the model is unconditional",
                 got=f"a condition of shape {tuple(c.shape)}",
             )
+        num_samples = len(t_B)
         condition_BD = self.time(t_B)
         if self.classes is not None:
-            condition_BD = condition_BD + self.classes(c, len(t_B))
+            condition_BD = condition_BD + self.classes(c, num_samples)
         text = None
         if self.text is not None:
-            text = self.text(c, len(t_B))
+            text = self.text(c, num_samples)
 
         # One product for all blocks: their modulations depend on the time and the class alone.
         modulation_BM = self.modulation(F.silu(condition_BD))
@@ -181,12 +182,15 @@ class DitNetwork(PatchTransformer):
             text_values = self.condition.max_tokens * hidden
             block_gradient += _READER_GRADIENT * image_values + 3 * text_values
 
+        num_modulations = sum(self.modulation_widths)
         outside = outer_values(self.shape, self.condition) + 3 * text_values
-        outside += 2 * sum(self.modulation_widths)
+        outside += 2 * num_modulations
+        block_forward = BLOCK_FORWARD * (image_values + text_values)
+        kept_by_all_blocks = self.architecture.depth * block_gradient
         return Activations(
             widest=image_values,
-            forward=BLOCK_FORWARD * (image_values + text_values) + outside,
-            gradient=self.architecture.depth * block_gradient + 6 * image_values + outside,
+            forward=block_forward + outside,
+            gradient=kept_by_all_blocks + 6 * image_values + outside,
         )
 
 
@@ -227,22 +231,26 @@ class DitBlock(nn.Module):
         # Of attention (a), and of the two-layer network (m).
         parts = modulation.chunk(_BLOCK_MODULATIONS, -1)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = parts
-        h_BND = torch.addcmul(h_BND, gate_a, self._attend(modulate(h_BND, shift_a, scale_a)))
+        attention_input = modulate(h_BND, shift_a, scale_a)
+        h_BND = torch.addcmul(h_BND, gate_a, self._attend(attention_input))
         if self.reader is not None:
             # No gate: the reader's last layer starts at zero itself.
             h_BND = h_BND + self.reader(h_BND, text)
-        widened = F.gelu(self.up(modulate(h_BND, shift_m, scale_m)))
+        network_input = modulate(h_BND, shift_m, scale_m)
+        widened = F.gelu(self.up(network_input))
         return torch.addcmul(h_BND, gate_m, self.down(widened))
 
     def _attend(self, h_BND: Tensor) -> Tensor:
         batch, tokens, hidden = h_BND.shape
         head_width = hidden // self.heads
-        qkv = self.qkv(h_BND).view(batch, tokens, 3, self.heads, head_width)
+        side_by_side = self.qkv(h_BND)
+        qkv = side_by_side.view(batch, tokens, 3, self.heads, head_width)
         q_BAND, k_BAND, v_BAND = qkv.permute(2, 0, 3, 1, 4)
         if len(self.norms):
             q_BAND = self.norms[0](q_BAND)
             k_BAND = self.norms[1](k_BAND)
-        out: Tensor = self.project(attend(q_BAND, k_BAND, v_BAND))
+        mixed_BND = attend(q_BAND, k_BAND, v_BAND)
+        out: Tensor = self.project(mixed_BND)
         return out
 
 

@@ -83,8 +83,11 @@ class StoredTensor:
         """Return ``sqrt(mean((w - v)^2))`` from a tensor of the same shape."""
         sum_of_squares = 0.0
         for (_, part), (_, other_part) in zip(self.parts(), other.parts(), strict=True):
-            sum_of_squares += float((part - other_part).square().sum(dtype=torch.float64))
-        return math.sqrt(sum_of_squares / prod(self.shape))
+            squares = (part - other_part).square()
+            sum_of_part = squares.sum(dtype=torch.float64)
+            sum_of_squares += float(sum_of_part)
+        num_values = prod(self.shape)
+        return math.sqrt(sum_of_squares / num_values)
 
 
 def stored_tensors(

@@ -202,8 +202,11 @@ def _stages(architecture: Unet) -> Iterator[_Stage]:
 
     num_in = channels[0]
     for level, width in enumerate(channels):
-        resnets = ((num_in, width), *[(width, width)] * (num_resnets - 1))
-        yield _Stage(level, resnets, architecture.attention[level], resamples=level < last)
+        # The first block of a stage changes the width, the others keep it.
+        others = [(width, width)] * (num_resnets - 1)
+        resnets = ((num_in, width), *others)
+        attends = architecture.attention[level]
+        yield _Stage(level, resnets, attends, resamples=level < last)
         num_in = width
 
     middle = (channels[-1], channels[-1])
@@ -212,13 +215,15 @@ def _stages(architecture: Unet) -> Iterator[_Stage]:
     # On the way up there is one block more, and each also reads the output of its counterpart on the way down.
     for level in range(last, -1, -1):
         width = channels[level]
-        num_inputs = [num_in, *[width] * num_resnets]
-        num_skips = [*[width] * num_resnets, channels[max(level - 1, 0)]]
-        resnets = tuple(
-            (num_input + num_skip, width)
-            for num_input, num_skip in zip(num_inputs, num_skips, strict=True)
-        )
-        yield _Stage(level, resnets, architecture.attention[level], resamples=level > 0)
+        width_below = channels[max(level - 1, 0)]
+        widths = [width] * num_resnets
+        num_inputs = [num_in, *widths]
+        num_skips = [*widths, width_below]
+        joined = []
+        for num_input, num_skip in zip(num_inputs, num_skips, strict=True):
+            joined.append((num_input + num_skip, width))
+        attends = architecture.attention[level]
+        yield _Stage(level, tuple(joined), attends, resamples=level > 0)
         num_in = width
 
 

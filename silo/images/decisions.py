@@ -172,8 +172,10 @@ class Decisions:
             cursor = self._database.execute(query, (record.slice.series,))
             row = cursor.fetchone()
         # A scan that was not judged yet counts as one of a head.
-        if row is not None and not row[0]:
-            return record
+        if row is not None:
+            (is_head,) = row
+            if not is_head:
+                return record
         flags = sorted((*record.flags, Flag.FACE.value))
         return record.model_copy(update={"flags": tuple(flags)})
 

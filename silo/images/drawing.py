@@ -159,6 +159,7 @@ def _sheet(tiles: list[Image.Image], side: int) -> Image.Image:
     background = (_GAP_TONE,) * len(first.getbands())
     sheet = Image.new(first.mode, (width, height), background)
     for number, tile in enumerate(tiles):
+        # Three in a row.
         row, column = divmod(number, 3)
         # Each tile stands in the middle of its square.
         left_margin = (side - tile.width) // 2

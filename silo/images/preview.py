@@ -125,10 +125,11 @@ class PreviewSelection:
             if not isinstance(answer, DecodedImage):
                 place = 0
                 continue
-            selected = by_path[answer.job.path].get(place)
+            pictures_of_file = by_path[answer.job.path]
+            sheet_picture = pictures_of_file.get(place)
             place += 1
-            if selected is not None and answer.picture is not None:
-                yield selected, answer.picture
+            if sheet_picture is not None and answer.picture is not None:
+                yield sheet_picture, answer.picture
 
 
 def _location(picture: SheetPicture) -> tuple[str, int]:

@@ -399,7 +399,9 @@ class QuarantineFile:
     ) -> None:
         """Add a picture, or a file that gives none."""
         # None is written as an empty cell.
-        self._rows.writerow((quote_cell(image.path), image.place, reason, quote_cell(detail)))
+        path_cell = quote_cell(image.path)
+        detail_cell = quote_cell(detail)
+        self._rows.writerow((path_cell, image.place, reason, detail_cell))
 
     def close(self) -> None:
         """Write the rest; the file stays open."""

@@ -43,7 +43,8 @@ def write_index(pictures: Sequence[SheetPicture], *paths: Path) -> None:
     rows = csv.writer(text)
     rows.writerow(_COLUMNS)
     for number, picture in enumerate(pictures, 1):
-        rows.writerow((number, quote_cell(picture.path), picture.place, picture.pixels))
+        path_cell = quote_cell(picture.path)
+        rows.writerow((number, path_cell, picture.place, picture.pixels))
     # Names of files may hold any bytes.
     content = text.getvalue().encode("utf-8", "surrogateescape")
     for path in paths:

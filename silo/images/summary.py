@@ -302,5 +302,9 @@ def counted(num: int, noun: str) -> str:
 
 
 def _by_count(counts: Mapping[str, int]) -> dict[str, int]:
-    names = sorted(counts, key=lambda name: (-counts[name], name))
-    return {name: counts[name] for name in names}
+    """Return the counts, the largest first, equal ones by name."""
+    largest_first = sorted(counts, key=lambda name: (-counts[name], name))
+    ordered = {}
+    for name in largest_first:
+        ordered[name] = counts[name]
+    return ordered
