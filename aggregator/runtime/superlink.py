@@ -16,7 +16,7 @@ from flwr.superlink.cli.flower_superlink import flower_superlink
 from starlette.middleware import Middleware
 
 from ddm.errors import SetupError
-from ddm.transport.own_user import OwnUserOnly
+from ddm.transport.own_user import OwnUserMiddleware
 
 # The paths that nginx lets through.
 FLEET = r"/v1/fleet/[a-z-]{1,40}"
@@ -38,7 +38,7 @@ def close_port() -> None:
     get_middleware = extensions.get_middleware
 
     def get_middleware_after_ours() -> tuple[Middleware, ...]:
-        return Middleware(OwnUserOnly, open_to_all=FLEET), *get_middleware()
+        return Middleware(OwnUserMiddleware, open_to_all=FLEET), *get_middleware()
 
     extensions.get_middleware = get_middleware_after_ours
 

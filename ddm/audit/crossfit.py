@@ -45,8 +45,8 @@ def cross_fitted_scores(
     for fold in range(NUM_FOLDS):
         is_measured_M = fold_M == fold
         is_measured_N = fold_N == fold
-        # Scale and weights come from the units of the other folds alone: whoever saw the measured units would
-        # choose the attack that looks best on them by chance.
+        # Scale and weights come from the units of the other folds alone: with the measured units among them, the attack
+        # that looks best on these by chance would be chosen.
         rule = _AttackRule.fitted(
             member_MA[~is_measured_M],
             other_NA[~is_measured_N],

@@ -20,7 +20,7 @@ _COSINE_OFFSET = 0.008
 _MAX_BETA = 0.999
 
 
-class _VariancePreserving:
+class _VariancePreservingPath:
     """The coefficients of a path that `log_ratio` and its derivative describe; see `ddm.diffusion.path.Path`."""
 
     def log_ratio(self, t: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _VariancePreserving:
 
 
 @dataclass(frozen=True)
-class DiscretePath(_VariancePreserving):
+class DiscretePath(_VariancePreservingPath):
     """The steps of DDPM, ``alpha_n^2 = prod_{i <= n} (1 - beta_i)``, at t = n / (S - 1), as diffusers numbers them.
 
     Between two steps `log_ratio` is linear in t, so every signal-to-noise ratio has its time, and a network that takes
@@ -91,13 +91,13 @@ class DiscretePath(_VariancePreserving):
         return (self.num_steps - 1) * t
 
     def log_ratio(self, t: Tensor) -> Tensor:
-        """See `_VariancePreserving.log_ratio`."""
+        """See `_VariancePreservingPath.log_ratio`."""
         segment = self._segment(t)
         log_ratio = segment.low + segment.fraction * segment.rise
         return log_ratio.to(t)
 
     def d_log_ratio(self, t: Tensor) -> Tensor:
-        """See `_VariancePreserving.d_log_ratio`."""
+        """See `_VariancePreservingPath.d_log_ratio`."""
         segment = self._segment(t)
         d_log_ratio = (self.num_steps - 1) * segment.rise
         return d_log_ratio.to(t)
@@ -153,7 +153,7 @@ class _Segment:
 
 
 @dataclass(frozen=True)
-class KarrasPath(_VariancePreserving):
+class KarrasPath(_VariancePreservingPath):
     """The sigmas of EDM, ``s(t) = (s_min^(1/rho) + t (s_max^(1/rho) - s_min^(1/rho)))^rho``, on data of unit variance.
 
     ``sigma / alpha = s``. EDM noises to ``x_0 + s eps`` and hands its network ``x / sqrt(s^2 + 1)``: this path's x_t.
@@ -168,14 +168,14 @@ class KarrasPath(_VariancePreserving):
     rho: float = 7.0
 
     def log_ratio(self, t: Tensor) -> Tensor:
-        """See `_VariancePreserving.log_ratio`."""
+        """See `_VariancePreservingPath.log_ratio`."""
         low, high = self._ends
         # The rho-th root of s(t), which is linear in t.
         root = low + t * (high - low)
         return self.rho * torch.log(root)
 
     def d_log_ratio(self, t: Tensor) -> Tensor:
-        """See `_VariancePreserving.d_log_ratio`."""
+        """See `_VariancePreservingPath.d_log_ratio`."""
         low, high = self._ends
         rise = high - low
         root = low + t * rise

@@ -120,7 +120,7 @@ class EncodedArray:
         stored = FileArray(self.path, header.dtype, header.shape, self.offset)
         if header.dtype.isnative:
             return stored
-        return NativeOrder(stored)
+        return NativeOrderArray(stored)
 
     def blocks(self) -> Iterator[Values]:
         """Yield the rows in blocks, in memory that does not grow with their number.
@@ -203,7 +203,7 @@ class EncodedArray:
 
 
 @dataclass(frozen=True)
-class NativeOrder:
+class NativeOrderArray:
     """An array in the other byte order, read in this machine's."""
 
     stored: StoredArray

@@ -185,7 +185,7 @@ class JoinedArrays:
         return values
 
 
-class _Lazy:
+class _LazyImages:
     """What is read row by row and looks like a tensor in the two ways that `Images` names."""
 
     shape: Shape
@@ -218,7 +218,7 @@ class _Lazy:
         raise NotImplementedError
 
 
-class StoredImages(_Lazy):
+class StoredImages(_LazyImages):
     """Images in an array that is stored in whatever type, converted whenever they are read.
 
     Args:
@@ -242,7 +242,7 @@ class StoredImages(_Lazy):
         return self.convert(stored, rows)
 
 
-class Derived(_Lazy):
+class DerivedImages(_LazyImages):
     """Images that are computed from others whenever they are read.
 
     Args:
@@ -266,7 +266,7 @@ class Derived(_Lazy):
         return self.convert(images)
 
 
-class Scaled(_Lazy):
+class ScaledImages(_LazyImages):
     """Images of which each value x is ``(x - shift) / scale`` of others'.
 
     Args:
@@ -291,7 +291,7 @@ class Scaled(_Lazy):
         return (images - self.shift) / self.scale
 
 
-class Selected(_Lazy):
+class SelectedImages(_LazyImages):
     """Some of other images, in an order of their own.
 
     Args:
@@ -322,7 +322,7 @@ def select(images: Images, chosen: "Tensor") -> Images:
         return images
     if isinstance(images, Tensor):
         return images[chosen]
-    return Selected(images, chosen)
+    return SelectedImages(images, chosen)
 
 
 def blocks(images: Images, *, size: int | None = None) -> "Iterator[tuple[int, Tensor]]":

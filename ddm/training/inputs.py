@@ -15,8 +15,8 @@ from ddm.images.rows import (
     FileArray,
     Images,
     JoinedArrays,
-    Scaled,
-    Selected,
+    ScaledImages,
+    SelectedImages,
     StoredArray,
     StoredImages,
     blocks,
@@ -72,10 +72,10 @@ def open_input(document: Input, folder: JobFolder) -> Images:
         convert = partial(fit, spec=document.fitted)
         images = StoredImages(array, convert, document.fitted.shape)
     if document.shift is not None and document.scale is not None:
-        images = Scaled(images, document.shift, document.scale)
+        images = ScaledImages(images, document.shift, document.scale)
     if document.chosen is None:
         return images
-    return Selected(images, _map(document.chosen, folder))
+    return SelectedImages(images, _map(document.chosen, folder))
 
 
 def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages | None:
@@ -85,12 +85,12 @@ def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages
     """
     stored = images
     chosen_N = None
-    if isinstance(stored, Selected):
+    if isinstance(stored, SelectedImages):
         chosen_N = stored.chosen_N
         stored = stored.images
     shift = None
     scale = None
-    if isinstance(stored, Scaled):
+    if isinstance(stored, ScaledImages):
         shift = stored.shift
         scale = stored.scale
         stored = stored.images

@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 8 * 1024 * 1024
 _LENGTH = re.compile(rb"[0-9]{1,9}")
 
 
-class OwnUserOnly:
+class OwnUserMiddleware:
     """Answers 403 to a connection that is not with a process of this process's own user on this machine.
 
     Only Linux says which user a connection belongs to; elsewhere everybody is answered.

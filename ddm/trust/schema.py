@@ -107,13 +107,13 @@ class _TopRoles(Model):
     targets: _Role
 
 
-class _Common(Model):
+class _CommonFields(Model):
     version: _Version
     spec_version: _Spec
     expires: _Expires
 
 
-class _Root(_Common):
+class _Root(_CommonFields):
     type: Literal["root"] = Field(alias="_type")
     # A release is one folder that is copied as a whole: its files need no versions in their names.
     consistent_snapshot: Literal[False]
@@ -123,17 +123,17 @@ class _Root(_Common):
     roles: _TopRoles
 
 
-class _Timestamp(_Common):
+class _Timestamp(_CommonFields):
     type: Literal["timestamp"] = Field(alias="_type")
     meta: _TimestampMeta
 
 
-class _Snapshot(_Common):
+class _Snapshot(_CommonFields):
     type: Literal["snapshot"] = Field(alias="_type")
     meta: Annotated[dict[_Name, _MetaFile], Field(max_length=65536)]
 
 
-class _Targets(_Common):
+class _Targets(_CommonFields):
     type: Literal["targets"] = Field(alias="_type")
     targets: Annotated[dict[_Path, _Target], Field(max_length=4096)]
     # Of a silo's role; TUF does not know it (`ddm.trust.silo_role`).

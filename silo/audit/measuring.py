@@ -23,7 +23,7 @@ from ddm.audit.verdict import Findings
 from ddm.diffusion.path import path_named
 from ddm.evaluation.copies import pixel_rows
 from ddm.evaluation.neighbours import nearest_in_blocks
-from ddm.images.rows import Selected, blocks
+from ddm.images.rows import SelectedImages, blocks
 from ddm.protocol.base import File
 from ddm.training.job import discard_job
 from ddm.training.jobs import train_job
@@ -454,7 +454,7 @@ def _blurred_images(expert: AuditedExpert) -> Tensor:
 def _learned_rows(audit: _Audit, space: str) -> Iterator[tuple[int, Tensor]]:
     """Yield the learned images as rows, block by block, each with the place of its first."""
     expert = audit.expert
-    for start, images in blocks(Selected(expert.pixels, expert.learned_N)):
+    for start, images in blocks(SelectedImages(expert.pixels, expert.learned_N)):
         if space == "features":
             audit.counter.add(len(images))
             yield start, expert.files.encoder.encode(images, replacement=0.0)

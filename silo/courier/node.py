@@ -34,7 +34,7 @@ from flwr.supernode.cli.flower_supernode import flower_supernode
 from ddm.errors import DigestError, SetupError
 from ddm.io.files import write_atomic
 from ddm.transport.application import check_application
-from ddm.transport.own_user import OwnUserOnly
+from ddm.transport.own_user import OwnUserMiddleware
 from ddm.transport.superexec import CLIENT_APP, superexec_command
 from silo.courier.supernode import APPLICATION_REFUSED
 
@@ -68,7 +68,7 @@ def close_port(create_app: Callable[..., Any]) -> Callable[..., Any]:
     # Flower calls this to make its server; the middleware is in front of everything that the server does.
     def create(*arguments: object, **settings: object) -> Any:
         app = create_app(*arguments, **settings)
-        app.add_middleware(OwnUserOnly)
+        app.add_middleware(OwnUserMiddleware)
         return app
 
     return create

@@ -17,7 +17,15 @@ from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError, MissingFileError
 from ddm.images.fit import as_floats
 from ddm.images.npz import open_npy
-from ddm.images.rows import Derived, FileArray, Images, Scaled, StoredImages, blocks, write_rows
+from ddm.images.rows import (
+    DerivedImages,
+    FileArray,
+    Images,
+    ScaledImages,
+    StoredImages,
+    blocks,
+    write_rows,
+)
 from ddm.io.files import replacing
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent
@@ -92,7 +100,7 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
         return latent.decode(z_B, replacement=0.0).clamp(low, high)
 
     # Decoded whenever they are read: the pixels of all latents may be larger than memory.
-    return Derived(_scaled(cohort.images, plan), decode, plan.data.shape)
+    return DerivedImages(_scaled(cohort.images, plan), decode, plan.data.shape)
 
 
 def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
@@ -141,7 +149,7 @@ def _scaled(images: Images, plan: Plan) -> Images:
         case DiffusersKlLatent():
             shift = plan.latent.shift_factor
             scale = 1 / plan.latent.scaling_factor
-    return Scaled(images, shift, scale)
+    return ScaledImages(images, shift, scale)
 
 
 def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:

@@ -32,7 +32,7 @@ def near_duplicates(hashes: Sequence[str]) -> int:
     is_near_N = np.zeros(num_pictures, bool)
     num_steps = min(_NUM_NEIGHBOURS, num_pictures - 1)
     for band_N in band_NB.T:
-        # Pictures with an equal band stand together in this order, and among them those whose whole hash is close.
+        # In this order pictures with an equal band are neighbours, and among them those whose whole hash is close.
         order_N = np.lexsort((*code_N4.T, band_N))
         for step in range(1, num_steps + 1):
             first = order_N[:-step]

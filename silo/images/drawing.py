@@ -100,7 +100,7 @@ def _drawn_volume(
         (depth_mm, height_mm),
     ]
     longest_side = max(values_CDHW.shape[1:])
-    # Three tiles stand beside each other.
+    # Three tiles are beside each other.
     side = min(MAX_SIDE // 3, longest_side)
     tiles = []
     for plane, plane_spacing in zip(planes, spacings * 2, strict=True):
@@ -161,7 +161,7 @@ def _sheet(tiles: list[Image.Image], side: int) -> Image.Image:
     for number, tile in enumerate(tiles):
         # Three in a row.
         row, column = divmod(number, 3)
-        # Each tile stands in the middle of its square.
+        # Each tile is in the middle of its square.
         left_margin = (side - tile.width) // 2
         top_margin = (side - tile.height) // 2
         left = column * pitch + left_margin

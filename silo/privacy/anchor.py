@@ -34,7 +34,7 @@ class Anchor(Document):
 
 @dataclass(frozen=True)
 class Guard:
-    """Everything outside a ledger that it is held against.
+    """Everything outside a ledger with which it is compared.
 
     Attributes:
         anchors: files that state its head; each must exist.

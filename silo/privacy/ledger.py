@@ -81,7 +81,7 @@ class Ledger:
         budget: what the site may spend over all time.
         unit: whom the budget protects. A budget per image counts plans per patient too: noise that hides all images of
             a patient hides each of them. A budget per patient cannot count plans per image.
-        guard: what the ledger is held against whenever it is read.
+        guard: what the ledger is compared with whenever it is read.
     """
 
     genesis = _GENESIS

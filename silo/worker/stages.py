@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
-from ddm.images.rows import Images, Selected
+from ddm.images.rows import Images, SelectedImages
 from ddm.io.files import write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.architecture import ClassCondition, TextCondition
@@ -174,7 +174,7 @@ def assign_images(
 
         # A network that came with the plan may overflow for an image. To stop there would answer a question about that
         # image, which no ledger debits; so its features become NaN, and it is assigned like any other.
-        features_BD = files.encoder.encode(Selected(images, rows_B), report, replacement=nan)
+        features_BD = files.encoder.encode(SelectedImages(images, rows_B), report, replacement=nan)
         fine_N[rows_B] = files.clusters.assign(features_BD)
         report(len(rows_B), num_images)
     _write_assignment(cohort, files, fine_N, cohort_path)

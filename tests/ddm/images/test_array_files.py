@@ -11,7 +11,7 @@ import torch
 
 from ddm.errors import DataError, MissingFileError
 from ddm.images.array_files import open_arrays, open_images, open_latents, read_images
-from ddm.images.rows import Images, Selected, select
+from ddm.images.rows import Images, SelectedImages, select
 from ddm.protocol.data import DataSpec
 from tests.support.case import case
 from tests.support.errors import has_subject
@@ -124,7 +124,7 @@ def test_every_source_gives_the_same_images_whole_by_blocks_and_by_rows(tmp_path
                 assert torch.allclose(whole, expected, atol=1e-6)
                 assert torch.equal(lazy[:], whole) and torch.equal(lazy[13:31], whole[13:31])
                 assert torch.equal(lazy[rows], whole[rows])
-                chosen = Selected(lazy, torch.tensor([3, 30, 31, 32, 49]))
+                chosen = SelectedImages(lazy, torch.tensor([3, 30, 31, 32, 49]))
                 assert torch.equal(chosen[1:4], whole[30:33]) and torch.equal(
                     chosen[torch.tensor([4, 0])], whole[[49, 3]]
                 )

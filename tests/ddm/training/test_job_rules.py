@@ -26,7 +26,14 @@ from ddm.errors import (
 )
 from ddm.images.fit import as_floats
 from ddm.images.npz import open_npy
-from ddm.images.rows import FileArray, Images, JoinedArrays, Scaled, Selected, StoredImages
+from ddm.images.rows import (
+    FileArray,
+    Images,
+    JoinedArrays,
+    ScaledImages,
+    SelectedImages,
+    StoredImages,
+)
 from ddm.io.settings import load_settings
 from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings, filled
@@ -249,9 +256,9 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
     for images, labels in [
         (lying[:], torch.arange(9)),
         (lying, torch.arange(9)),
-        (Selected(lying, chosen), texts),
-        (Selected(Scaled(lying, 0.3, 1.7), chosen), texts),
-        (Scaled(Scaled(lying, 0.3, 1.7), 0.1, 2.0), torch.arange(9)),
+        (SelectedImages(lying, chosen), texts),
+        (SelectedImages(ScaledImages(lying, 0.3, 1.7), chosen), texts),
+        (ScaledImages(ScaledImages(lying, 0.3, 1.7), 0.1, 2.0), torch.arange(9)),
     ]:
         for is_complete in (False, True):
             with case(images=type(images).__name__, is_complete=is_complete):
@@ -265,7 +272,7 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
                 assert torch.equal(opened[some_rows], images[some_rows])
                 assert isinstance(labels_again, torch.Tensor)
                 assert torch.equal(labels_again, labels) and labels_again.dtype == labels.dtype
-                refers = not is_complete and isinstance(images, StoredImages | Selected)
+                refers = not is_complete and isinstance(images, StoredImages | SelectedImages)
                 assert (kept["images"].kind == "referred") == refers
 
 

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from ddm.transport import own_user
-from ddm.transport.own_user import MAX_BODY_BYTES, OwnUserOnly, Receive, Scope, Send
+from ddm.transport.own_user import MAX_BODY_BYTES, OwnUserMiddleware, Receive, Scope, Send
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -45,7 +45,11 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 def port() -> Iterator[int]:
     """A real server whose fleet is open to all."""
     config = uvicorn.Config(
-        OwnUserOnly(answer, open_to_all=OPEN), host="127.0.0.1", port=0, lifespan="off", ws="none"
+        OwnUserMiddleware(answer, open_to_all=OPEN),
+        host="127.0.0.1",
+        port=0,
+        lifespan="off",
+        ws="none",
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -116,13 +120,13 @@ def test_request_that_no_address_is_known_of_is_refused() -> None:
         },
     ):
         with pytest.raises(StopIteration):
-            OwnUserOnly(answer)(scope, receive, send).__await__().send(None)  # type: ignore[attr-defined, arg-type]
+            OwnUserMiddleware(answer)(scope, receive, send).__await__().send(None)  # type: ignore[attr-defined, arg-type]
     assert sent[0] == {
         "type": "http.response.start",
         "status": 403,
         "headers": [(b"connection", b"close")],
     }
     with pytest.raises(StopIteration):
-        closed = OwnUserOnly(answer)({"type": "websocket"}, receive, send)  # type: ignore[arg-type]
+        closed = OwnUserMiddleware(answer)({"type": "websocket"}, receive, send)  # type: ignore[arg-type]
         closed.__await__().send(None)  # type: ignore[attr-defined]
     assert sent[-1] == {"type": "websocket.close"}

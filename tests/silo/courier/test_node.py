@@ -17,7 +17,7 @@ from flwr.supernode import start_client_internal
 
 import aggregator.runtime
 from ddm.errors import SetupError
-from ddm.transport.own_user import OwnUserOnly
+from ddm.transport.own_user import OwnUserMiddleware
 from silo.courier import node
 from silo.courier.supernode import _PROBLEMS, APPLICATION_REFUSED
 from tests.support.errors import has_subject
@@ -93,6 +93,6 @@ def test_secret_and_certificate_are_new_at_every_start_and_nobody_else_reads_the
 def test_flower_s_own_names_are_there_and_a_version_without_them_is_refused() -> None:
     assert hasattr(start_client_internal, "http_request_response")
     app = node.close_port(api.create_app)()
-    assert any(middleware.cls is OwnUserOnly for middleware in app.user_middleware)
+    assert any(middleware.cls is OwnUserMiddleware for middleware in app.user_middleware)
     with pytest.raises(SetupError, check=has_subject("flwr")):
         node.replace(ModuleType("flower"), "create_app", None)
