@@ -10,8 +10,10 @@ from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.system.console import human_bytes, human_seconds, progress, say
+from ddm.system.cores import default_threads
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
+from ddm.training.config import CHECKPOINT_S, TrainingSettings
 
 
 def base(
@@ -42,8 +44,18 @@ def base(
             help="With --launcher: folder of the training job that all machines see.",
         ),
     ] = None,
+    checkpoint_s: Annotated[
+        float,
+        typer.Option(
+            "--checkpoint-s",
+            min=0,
+            max=86400,
+            help="Most seconds between two checkpoints of the training.",
+        ),
+    ] = CHECKPOINT_S,
 ) -> None:
     """Train the base of a recipe on public images, and write its card; run again to continue where it stopped."""
+    import torch
     from pydantic import ValidationError
 
     from aggregator.planning.base_training import read_base_images, train_base, trained_base_of
@@ -51,11 +63,12 @@ def base(
     from ddm.images.samples import open_image_set
     from ddm.io.settings import load_settings
     from ddm.planning.networks import open_networks
-    from ddm.training.config import TrainingSettings
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
     folder = trained_base_of(chosen).folder
+    # By themselves, torch's threads heed no cgroup.
+    torch.set_num_threads(default_threads())
     try:
         settings = TrainingSettings.model_validate(
             {
@@ -63,6 +76,7 @@ def base(
                 "processes": processes,
                 "launcher": launcher or "local",
                 "jobs": jobs,
+                "checkpoint_s": checkpoint_s,
             }
         )
     except ValidationError as error:
