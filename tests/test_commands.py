@@ -386,7 +386,7 @@ def test_commands_say_what_comes_first_when_given_too_early(
 ) -> None:
     fed = planned.federation.path
     site = planned.sites["east"].path
-    assert "silo init" in run("silo", "status", tmp_path / "absent").err
+    assert "silo join" in run("silo", "status", tmp_path / "absent").err
     assert "aggregator init" in run("aggregator", "router", tmp_path / "absent").err
     assert "aggregator run" in run("aggregator", "router", fed).err
     publish = (

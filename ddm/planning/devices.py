@@ -1,16 +1,19 @@
 """How fast named devices compute, as their maker publishes it: what times of plans are estimated from.
 
 The rates are peaks of dense matrix products, without sparsity. No program reaches them, so that estimates assume
-`UTILISATION` of them. Nothing in this file was measured here. A training in fp32 does not round its products to TF32
-(`ddm.models.arithmetic`), so that TF32 rates, which are several times as high, are not listed.
+`UTILISATION` of them, and `MIN_STEP_S` for each step. Nothing in this file was measured here. A training in fp32 does
+not round its products to TF32 (`ddm.models.arithmetic`), so that TF32 rates, which are several times as high, are not
+listed.
 """
 
 from dataclasses import dataclass
 
 UTILISATION = 0.3
 """Assumed share of the published rate. Large transformers are reported at 0.3 to 0.5 (Chowdhery et al. 2022, table 3,
-PaLM); the small experts of small images reach less, down to a tenth of it, since launching their kernels takes longer
-than computing them."""
+PaLM)."""
+MIN_STEP_S = 0.01
+"""Assumed least duration of a training step on a GPU: launching the kernels of a small expert takes longer than
+computing them."""
 
 
 @dataclass(frozen=True)

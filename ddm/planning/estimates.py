@@ -8,7 +8,7 @@ from ddm.footprint import training_bytes
 from ddm.io.tensors import stored_bytes
 from ddm.models import count_flops, expected_tensors
 from ddm.models.network import FLOAT_BYTES
-from ddm.planning.devices import DEVICES, UTILISATION, Device
+from ddm.planning.devices import DEVICES, MIN_STEP_S, UTILISATION, Device
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.learning import FullAdaptation, OwnAdaptation
 from ddm.protocol.plan import Plan, max_experts_per_silo
@@ -72,6 +72,7 @@ class Work:
 
     Attributes:
         training_flops: operations of training all of its experts; of private training about.
+        training_steps: of all of these trainings.
         audit_flops: operations of the leak audit of all of these, with as many units held out as the plan needs at
             least; 0 where the plan requires none.
         memory_bytes: of a training step.
@@ -80,6 +81,7 @@ class Work:
     """
 
     training_flops: float
+    training_steps: int
     audit_flops: float
     memory_bytes: int
     disk_bytes: int
@@ -115,6 +117,7 @@ def estimate_work(plan: Plan, silo_id: str | None = None, batch_parts: int = 1) 
         num_images *= plan.transform.slices.count
     return Work(
         training_flops=training_flops,
+        training_steps=training.num_steps * max_experts_per_silo(plan),
         audit_flops=audit_flops,
         memory_bytes=training_bytes(plan, batch_parts),
         disk_bytes=plan_bytes(plan, num_images, largest.units(plan.statistics.unit)),
@@ -145,11 +148,14 @@ def estimate_on_devices(work: Work) -> tuple[DeviceEstimate, ...]:
     for device in DEVICES:
         peak_flops = device.bf16_flops if work.in_bf16 else device.fp32_flops
         rate = UTILISATION * peak_flops
+        train_s = max(work.training_flops / rate, work.training_steps * MIN_STEP_S)
+        # The audit consists of steps and evaluations of the same experts, which take as long for an operation.
+        audit_s = train_s * work.audit_flops / work.training_flops
         estimates.append(
             DeviceEstimate(
                 device=device,
-                train_s=work.training_flops / rate,
-                audit_s=work.audit_flops / rate,
+                train_s=train_s,
+                audit_s=audit_s,
                 needs_parts=work.memory_bytes > device.memory_bytes,
             )
         )

@@ -70,7 +70,10 @@ def plain_card(keyed: KeyedFederation, silo_id: str, key: SigningKey, images: in
     """A card without rotations, which whoever has the key can make."""
     card = card_of(keyed.federation, silo_id)
     changed = card.model_copy(
-        update={"signing_key": str(key.public), "agreed": AgreedSize(images=images)}
+        update={
+            "signing_key": str(key.public),
+            "agreed": AgreedSize(images=images, patients=images),
+        }
     )
     path = keyed.path / "plain.json"
     path.write_bytes(seal(changed.encode(), CARD_KIND, key))

@@ -14,7 +14,7 @@ from aggregator.planning.cost import Cost
 from ddm.errors import SetupError
 from ddm.io.settings import save_settings
 from ddm.limits import rules_of_limits
-from ddm.planning.devices import DEVICES, UTILISATION
+from ddm.planning.devices import DEVICES, MIN_STEP_S, UTILISATION
 from ddm.planning.estimates import estimate_on_devices, estimate_work
 from ddm.protocol.base import now_utc
 from ddm.protocol.enrolment import Card
@@ -184,9 +184,6 @@ def test_one_of_two_silos_with_nearly_all_units_is_a_warning_since_none_would_wa
 
 def test_training_longer_than_the_plan_allows_is_refused_where_no_device_is_faster() -> None:
     slow = 1000 * HOUR_S
-    draft = drafted(document(limits__train_s=1))
-    fast_enough = [estimate.train_s for estimate in draft.cost.on_devices]
-    assert max(fast_enough) < 5
     draft = drafted(document(limits__train_s=int(3 * HOUR_S)))
     assert levels(replace(draft, cost=cost_of(draft.plan, slow))) == {"limits.train_s": "warn"}
     # A thousand times as many steps: no device of the table trains them in the second that is left.
@@ -244,8 +241,9 @@ def test_private_step_of_more_units_than_a_silo_has_is_a_warning() -> None:
 
 
 def test_estimates_on_devices_follow_from_the_table_and_the_precision_of_the_training() -> None:
-    plain = estimate_work(drafted().plan)
-    in_bf16 = estimate_work(drafted(document(expert__training__precision="bf16")).plan)
+    batch = {"expert__training__batch_size": 65_536}
+    plain = estimate_work(drafted(document(**batch)).plan)
+    in_bf16 = estimate_work(drafted(document(**batch, expert__training__precision="bf16")).plan)
     for device, exact, fast in zip(
         DEVICES, estimate_on_devices(plain), estimate_on_devices(in_bf16), strict=True
     ):
@@ -253,6 +251,15 @@ def test_estimates_on_devices_follow_from_the_table_and_the_precision_of_the_tra
             plain.training_flops / (UTILISATION * device.fp32_flops)
         )
         assert exact.train_s / fast.train_s == pytest.approx(device.bf16_flops / device.fp32_flops)
+
+
+def test_small_steps_take_their_least_duration_on_every_device() -> None:
+    work = estimate_work(drafted().plan)
+    for estimate in estimate_on_devices(work):
+        assert estimate.train_s == 1500 * MIN_STEP_S
+        assert estimate.audit_s / estimate.train_s == pytest.approx(
+            work.audit_flops / work.training_flops
+        )
 
 
 @pytest.mark.usefixtures("short_pages")
