@@ -13,7 +13,7 @@ from aggregator.commands.service import service
 from aggregator.commands.status import status
 from aggregator.commands.work import run
 from ddm.io.modes import keep_private
-from ddm.system.console import new_program, run_app
+from ddm.system.console import ResumableCommand, new_program, run_app
 from ddm.system.secrecy import forbid_core_dumps
 
 COMMANDS = {
@@ -31,11 +31,17 @@ for panel, commands in COMMANDS.items():
         app.command(command.__name__, rich_help_panel=panel)(command)
 
 
+RESUMABLE = (
+    ResumableCommand("run", "What silos sent is kept, also parts of a submission."),
+    ResumableCommand("publish", "A version that was signed is kept, and is not signed twice."),
+)
+
+
 def main() -> None:
     """Entry point of the `aggregator` command."""
     keep_private()
     forbid_core_dumps()
-    run_app(app)
+    run_app(app, resumable=RESUMABLE)
 
 
 if __name__ == "__main__":

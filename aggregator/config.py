@@ -157,7 +157,10 @@ class Federation(PublisherFolder):
                 str(self.path),
                 expected="a federation folder with federation.toml",
                 got=got,
-                remedy="Make one with `aggregator init`.",
+                remedy=(
+                    "Name the folder of a federation, or make one: `aggregator init FED --name NAME "
+                    "--licence TEXT --address HOST:PORT`."
+                ),
             )
         if is_unfinished(self.path):
             # Taking the lock finishes a change that was committed before an interruption.
@@ -179,7 +182,7 @@ class Federation(PublisherFolder):
                 "plan",
                 expected="a signed plan",
                 got="no plans/current.json",
-                remedy="Sign one: aggregator plan.",
+                remedy="Sign one: `aggregator plan FED --recipe FILE --public FILE`.",
             )
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
         # Both files come into force with one change. Where they differ, silos were removed, or one file was put back.
@@ -189,7 +192,10 @@ class Federation(PublisherFolder):
                 "delegations in targets.json",
                 expected=f"delegations to the silos of plan {current.plan_id}",
                 got=f"delegations for {delegated_plan or 'no silo'}",
-                remedy="Silos were removed, or signing a plan was interrupted. Sign a new plan: aggregator plan.",
+                remedy=(
+                    "Silos were removed, or signing a plan was interrupted. Sign a new plan: `aggregator "
+                    "plan FED --recipe FILE --public FILE`."
+                ),
             )
         data = read_bounded(self.plan_targets(current.plan_id) / "plan.json", MAX_DOCUMENT_BYTES)
         digest = sha256_hex(data)

@@ -94,7 +94,10 @@ class SetupError(ArchipelagoError):
     """Configuration, folders or files that the operator named do not fit."""
 
     exit_code = 3
-    default_remedy = "Check the command and the configuration file it names."
+    default_remedy = (
+        "Change it to what is expected, on the command line or in the configuration file, then "
+        "run the command again."
+    )
 
 
 class MissingFileError(SetupError):
@@ -122,7 +125,7 @@ class DataError(SetupError):
     """Images or a table that cannot be used as training data."""
 
     exit_code = 7
-    default_remedy = "Check the data file against the plan's shape and range."
+    default_remedy = "Correct the data so that they are as expected, then run the command again."
 
 
 class DiskError(SetupError):
@@ -130,7 +133,7 @@ class DiskError(SetupError):
 
     exit_code = 9
     default_remedy = (
-        "Make the folder writable, free disk space or move it to a larger disk; then run it again."
+        "Free space on this disk, or name a folder on a larger one; then run the command again."
     )
 
 
@@ -138,7 +141,10 @@ class TrustError(ArchipelagoError):
     """Something received cannot be trusted."""
 
     exit_code = 10
-    default_remedy = "Do not use these files. Ask the federation's operator for a fresh copy."
+    default_remedy = (
+        "Do not use these files. Fetch or copy them again; if that does not help, ask the "
+        "federation's operator."
+    )
 
 
 class SignatureError(TrustError):
@@ -151,21 +157,30 @@ class DigestError(TrustError):
     """The bytes of a file differ from what was signed."""
 
     exit_code = 12
-    default_remedy = "The file changed after it was signed. Fetch it again from the publisher."
+    default_remedy = (
+        "The file changed after it was signed. Fetch it again from where it came, or restore it "
+        "from backup."
+    )
 
 
 class RollbackError(TrustError):
     """Older than what this state has already seen."""
 
     exit_code = 13
-    default_remedy = "Somebody serves an old version. Fetch the current release."
+    default_remedy = (
+        "This copy is older than what was seen before, or was put back from an old backup. Fetch "
+        "the current one, or restore the newest backup."
+    )
 
 
 class ExpiredError(TrustError):
     """Signed metadata is past its expiry."""
 
     exit_code = 14
-    default_remedy = "Fetch a fresh copy, or read an old release knowingly with --archived."
+    default_remedy = (
+        "Fetch a fresh copy. If there is none, ask the operator to sign again; an old release is "
+        "read knowingly with --archived."
+    )
 
 
 class UnlistedFileError(TrustError):
@@ -222,7 +237,10 @@ class FormatError(ArchipelagoError):
     """Received bytes that do not parse as what they claim to be."""
 
     exit_code = 20
-    default_remedy = "Do not use this file. Ask its sender for a fresh copy."
+    default_remedy = (
+        "Do not use this file. Copy or fetch it again; if that does not help, ask its sender for "
+        "a fresh copy."
+    )
 
 
 class DocumentError(FormatError):
@@ -242,7 +260,8 @@ class ReplayError(FormatError):
 
     exit_code = 23
     default_remedy = (
-        "Send the submission that belongs to this plan and silo, with a new sequence number."
+        "Do not use it: it was made for something else, or is a repetition. Ask its sender for "
+        "what belongs to this plan and silo."
     )
 
 
@@ -267,7 +286,10 @@ class PolicyError(RefusedError):
     """A plan asks for more than the silo's policy allows."""
 
     exit_code = 31
-    default_remedy = "Ask the aggregator for a plan within this limit, or change policy.toml and restart the worker."
+    default_remedy = (
+        "Ask the aggregator for a plan within this limit; or, where policy.toml names it, change "
+        "it there and restart the worker."
+    )
 
 
 class BudgetError(RefusedError):
@@ -283,14 +305,19 @@ class AuditError(RefusedError):
     """The leak audit was inconclusive, and no waiver for this plan is in force."""
 
     exit_code = 33
-    default_remedy = "Bring more held-out data, or waive an inconclusive audit for this plan: silo waive SITE --help."
+    default_remedy = (
+        "Add images, so that more are held out, or allow this plan's experts to be sent all the "
+        "same: `silo waive SITE --role ROLE --reason TEXT --until DAY`."
+    )
 
 
 class ApprovalError(RefusedError):
     """An approval names something other than what waits for it."""
 
     exit_code = 34
-    default_remedy = "Run `silo review` again and approve the digest that it prints."
+    default_remedy = (
+        "Read the draft again, and approve with the digest shown there: `silo review SITE`."
+    )
 
 
 class LedgerError(RefusedError):
@@ -304,7 +331,9 @@ class SubmissionRefusedError(RefusedError):
     """The aggregator refused what this silo sent."""
 
     exit_code = 36
-    default_remedy = "Read the refusal in inbox/, correct its cause, and submit again."
+    default_remedy = (
+        "Read the refusal in inbox/, correct its cause, and submit again: `silo run SITE`."
+    )
 
 
 class MemoryLimitError(RefusedError):
@@ -342,7 +371,10 @@ class MathError(ArchipelagoError):
     """A caller's mistake inside the library."""
 
     exit_code = 60
-    default_remedy = "Check the arguments against the function's documentation."
+    default_remedy = (
+        "Check the arguments against the function's documentation; a command that prints this "
+        "was given unusual data or a recipe that does not fit them."
+    )
 
 
 class ShapeError(MathError):

@@ -1,7 +1,7 @@
 """The program `silo`: every command of a site's operator, in the order of the work."""
 
 from ddm.io.modes import keep_private
-from ddm.system.console import new_program, run_app
+from ddm.system.console import ResumableCommand, new_program, run_app
 from ddm.system.secrecy import forbid_core_dumps
 from silo.commands.care import check, ledger, log
 from silo.commands.images import scan
@@ -48,12 +48,18 @@ for name, group in {"ledger": ledger, "log": log}.items():
     app.add_typer(group, name=name, rich_help_panel="Looking after it")
 
 
+RESUMABLE = (
+    ResumableCommand("scan", "Images that were examined and did not change are remembered."),
+    ResumableCommand("run", "The state of the plan is kept, with checkpoints and statistics."),
+)
+
+
 def main() -> None:
     """Entry point of the `silo` command."""
     # Before any file is made: what this program writes is private unless a function opens it on purpose.
     keep_private()
     forbid_core_dumps()
-    run_app(app)
+    run_app(app, resumable=RESUMABLE)
 
 
 if __name__ == "__main__":

@@ -308,8 +308,9 @@ class Site:
             FederationError: it names another root than the pinned one.
         """
         remedy = (
-            "Answer no such plan. Ask the aggregator for one of the federation that this site joined; if "
-            "private/trust/ was changed here, restore it from backup (`silo check` compares it)."
+            "Answer no such plan. Ask the aggregator for one of the federation that this site "
+            "joined; if private/trust/ was changed here, restore it from backup (`silo check SITE` "
+            "compares it)."
         )
         document.check_federation(self.root_digest, subject, remedy)
 
@@ -347,7 +348,9 @@ class Site:
         Raises:
             MissingFileError: no card was made yet.
         """
-        require_file(self.card_path, "this site's last card", "Make one with `silo enroll`.")
+        require_file(
+            self.card_path, "this site's last card", "Make one: `silo enroll SITE --out card.json`."
+        )
         data = read_bounded(self.card_path, MAX_CARD_BYTES)
         return Card.parse(data, subject="private/card.json", limit=MAX_CARD_BYTES)
 
@@ -410,7 +413,7 @@ class Site:
                 str(self.path),
                 expected="a site folder with silo.toml",
                 got=got,
-                remedy="Make one with `silo join`.",
+                remedy="Name the folder of a site, or make one: `silo join SITE --help`.",
             )
         return self
 

@@ -230,7 +230,10 @@ def _signing_key(path: Path, passphrase: bytes) -> SigningKey:
         try:
             return SigningKey.load(path, passphrase)
         except PassphraseError as error:
-            error.remedy = "An earlier `silo init` was cut short here: give its passphrase, or choose another folder."
+            error.remedy = (
+                "An earlier attempt to make this site was cut short: give its passphrase, or choose "
+                "another folder."
+            )
             raise
     key = SigningKey.generate()
     key.save(path, passphrase)
@@ -248,7 +251,10 @@ def _node_key(path: Path) -> str:
             str(path),
             expected="a whole node key",
             got="a file that cannot be read as one",
-            remedy="An earlier `silo init` was cut short here. Remove this file and run it again.",
+            remedy=(
+                "An earlier attempt to make this site was cut short. Remove this file, then run the "
+                "command again."
+            ),
         ) from error
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 

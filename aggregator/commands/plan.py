@@ -179,7 +179,11 @@ def _base_table(
             "plan",
             expected="--from-release RELEASE beside --expert, --student and --release-root",
             got="one of these without it",
-            remedy="See `aggregator plan --help`.",
+            remedy=(
+                "For a plan that trains every silo: `aggregator plan FED --recipe FILE --public FILE`. "
+                "For one that goes on with trained experts: `aggregator plan FED --recipe FILE --carry "
+                "PLAN_ID`."
+            ),
         )
     return {}
 
@@ -263,7 +267,11 @@ def _check_source_options(
         "plan",
         expected="--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again",
         got=", ".join(present) or "no --public and no --carry",
-        remedy="See `aggregator plan --help`.",
+        remedy=(
+            "For a plan that trains every silo: `aggregator plan FED --recipe FILE --public FILE`. "
+            "For one that goes on with trained experts: `aggregator plan FED --recipe FILE --carry "
+            "PLAN_ID`."
+        ),
     )
 
 

@@ -275,6 +275,8 @@ def _nothing_waits(federation: Federation, silo_id: str) -> SetupError:
         f"silo {silo_id[:40]}",
         expected="a silo with a submission that waits for a decision",
         got="no submission of it in quarantine",
-        remedy=f"List what waits: aggregator quarantine {federation.path}. To take out an accepted silo: "
-        "aggregator withdraw.",
+        remedy=(
+            f"List what waits: `aggregator quarantine {federation.path}`. To take out an accepted "
+            f"silo: `aggregator withdraw {federation.path} SILO --reason TEXT`."
+        ),
     )

@@ -53,7 +53,10 @@ MIN_VALIDITY = timedelta(days=4 * 365)
 _NOISE_TOLERANCE = 1e-2
 
 
-_OTHER_FEDERATION = "Submit from a site that joined this federation: `silo init` with its invitation, then `silo run`."
+_OTHER_FEDERATION = (
+    "Submit from a site that joined this federation: make it with this federation's "
+    "invitation, `silo init SITE --help`, then `silo run SITE`."
+)
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ def refuse_overweight(
             got="; ".join(f"{silo_id}: {words}" for silo_id, words in words_of_silos.items())[
                 :1000
             ],
-            remedy=f"Admit it: aggregator admit {federation.path} SILO --reason TEXT, with less if you add --units N. "
-            "If this share is known and wanted, raise max_influence in federation.toml.",
+            remedy=(
+                f"Admit it: `aggregator admit {federation.path} SILO --reason TEXT`, with less if you add "
+                "--units N. If this share is known and wanted, raise max_influence in federation.toml."
+            ),
         )

@@ -389,8 +389,11 @@ def refuse_outliers(federation: Federation, inventory: Inventory) -> None:
             "accepted experts",
             expected="no expert that stands apart from the others, unless a person admitted it",
             got="; ".join(first_faults)[:1000],
-            remedy=f"See the figures: aggregator quarantine {federation.path}. Then for each silo: aggregator admit "
-            f"{federation.path} SILO --reason TEXT, or aggregator withdraw.",
+            remedy=(
+                f"See the figures: `aggregator quarantine {federation.path}`. Then for each silo: "
+                f"`aggregator admit {federation.path} SILO --reason TEXT`, or `aggregator withdraw "
+                f"{federation.path} SILO --reason TEXT`."
+            ),
         )
 
 

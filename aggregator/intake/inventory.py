@@ -190,7 +190,10 @@ def take_inventory(federation: Federation) -> Inventory:
             f"plan {plan.plan_id}",
             expected="at least one accepted submission",
             got=f"none of {len(remaining)} silos",
-            remedy="Run `aggregator run` until silos have answered; `aggregator status` shows why one was refused.",
+            remedy=(
+                "Keep `aggregator run FED` running until silos have answered; `aggregator status FED` "
+                "shows why one was refused."
+            ),
         )
     records = _read_screening(federation, plan, verified_submissions.values())
     silos = {}

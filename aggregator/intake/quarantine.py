@@ -171,7 +171,10 @@ def record_decision(federation: Federation, decision: QuarantineDecision) -> Non
                 f"submission of {decision.silo_id}",
                 expected="no decision yet",
                 got=f"{first.verdict} at {first.at.isoformat()}",
-                remedy="It is final; only --units may be lowered. To take a silo out: aggregator withdraw.",
+                remedy=(
+                    "It is final; only --units may be lowered. To take a silo out: `aggregator withdraw FED "
+                    "SILO --reason TEXT`."
+                ),
             )
         # The whole file is written anew, and takes the place of the old one in one step: a crash leaves no half line.
         lines = b""

@@ -141,7 +141,10 @@ def complete_change(federation: Federation, passphrase: bytes) -> PendingChange:
                 f"ceremony: {pending.purpose}",
                 expected="enough signatures of holders",
                 got="; ".join(missing),
-                remedy="Have the documents signed: aggregator sign DOCUMENT --key KEYFILE, then run this again.",
+                remedy=(
+                    "Have the documents signed: `aggregator sign DOCUMENT --key KEYFILE`. Then run this "
+                    "command again."
+                ),
             )
         _apply(federation, change, pending, passphrase)
         return pending
@@ -162,7 +165,10 @@ def abandon_change(federation: Federation) -> str:
                 str(federation.path),
                 expected="a change of a founded federation",
                 got="the founding of the federation, without which nothing remains",
-                remedy="Remove the whole folder and start over with `aggregator init`.",
+                remedy=(
+                    "Remove the whole folder and make the federation again: `aggregator init FED --name NAME "
+                    "--licence TEXT --address HOST:PORT`."
+                ),
             )
         # New keys of this change go with it; none of them has signed anything that is in force.
         change.abandon()
@@ -230,8 +236,11 @@ def check_replaceable(federation: Federation) -> None:
             f"plan {plan.plan_id}",
             expected="no submission in quarantine before the next plan",
             got=f"submissions of {', '.join(sorted(undecided))} in quarantine",
-            remedy="Decide on each: aggregator admit or refuse, then aggregator run, which signs the answer; "
-            "or withdraw the silo.",
+            remedy=(
+                "Decide on each: `aggregator admit FED SILO --reason TEXT`, or `aggregator refuse FED "
+                "SILO --reason TEXT`, then `aggregator run FED`, which signs the answer; or take the "
+                "silo out: `aggregator withdraw FED SILO --reason TEXT`."
+            ),
         )
     waiting = {silo_id for silo_id in remaining if (accepted / silo_id).is_dir()} - published
     if waiting:
@@ -239,7 +248,7 @@ def check_replaceable(federation: Federation) -> None:
             f"plan {plan.plan_id}",
             expected="every accepted submission in a release before the next plan",
             got=f"no release with that of {', '.join(sorted(waiting))}",
-            remedy="Publish first: aggregator release.",
+            remedy="Publish first: `aggregator release FED --out DIR`.",
         )
 
 

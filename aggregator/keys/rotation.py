@@ -91,7 +91,12 @@ def parse_key_name(text: str) -> RotatedKey:
     for name in ROTATED_KEYS:
         if text == name:
             return name
-    raise SetupError("KEY", expected=f"one of {', '.join(ROTATED_KEYS)}", got=ascii(text[:40]))
+    raise SetupError(
+        "KEY",
+        expected=f"one of {', '.join(ROTATED_KEYS)}",
+        got=ascii(text[:40]),
+        remedy="Name one of these keys.",
+    )
 
 
 def next_receipts_key(federation: Federation) -> PublicKey:

@@ -68,6 +68,7 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
                     f"rotations of {card.silo_id}",
                     expected="every rotation taken in before, and those after them",
                     got="fewer rotations",
+                    remedy="Ask the silo for its newest card: `silo enroll SITE --out card.json`.",
                 )
         UsedKeys.read(federation).check_unused(card)
         if card.signing_key != present.signing_key:
@@ -143,8 +144,10 @@ def check_cards_unchanged(
             f"plan {plan.plan_id}",
             expected=expected,
             got=got,
-            remedy="Discard this plan and sign a new one: "
-            "aggregator complete --abandon, then aggregator plan.",
+            remedy=(
+                "Discard this plan, `aggregator complete FED --abandon`, and sign a new one: `aggregator "
+                "plan FED --recipe FILE --public FILE`."
+            ),
         )
 
 
@@ -196,7 +199,10 @@ def _check_rotations(
             f"silo {card.silo_id}",
             expected="rotations that begin with the enrolled key",
             got="rotations of other keys",
-            remedy="Check the fingerprint with the silo. Without its old key it must be removed and enrolled again.",
+            remedy=(
+                "Check the fingerprint with the silo. Without its old key it must be removed, "
+                "`aggregator remove FED SILO --reason TEXT`, and enrolled again with new keys."
+            ),
         )
 
 

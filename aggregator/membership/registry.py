@@ -298,7 +298,10 @@ class UsedKeys:
                     f"silo {card.silo_id}",
                     expected="keys that never belonged to a removed silo",
                     got=f"a key of {record.silo_id}, removed {record.at:%Y-%m-%d}",
-                    remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
+                    remedy=(
+                        "Ask the silo to make new keys in a new folder, `silo init SITE --help`, and to send its "
+                        "card: `silo enroll SITE --out card.json`."
+                    ),
                 )
         owners = self._other_silos(card, card.signing_key)
         if owners:
@@ -306,8 +309,10 @@ class UsedKeys:
                 f"silo {card.silo_id}",
                 expected="a key of its own",
                 got=f"a key of {owners[0]}, present or rotated",
-                remedy="Ask the silo to make a key that nobody ever had: "
-                "`silo rotate`, or `silo init` in a new folder.",
+                remedy=(
+                    "Ask the silo to make a key that nobody ever had: `silo rotate SITE --out card.json`, or "
+                    "a new site: `silo init SITE --help`."
+                ),
             )
 
     def check_new(self, card: Card) -> None:
@@ -328,8 +333,11 @@ class UsedKeys:
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
                 got=got,
-                remedy="Check the fingerprint with the silo. It replaces its key with `silo rotate`; if it was lost "
-                "or stolen, `aggregator remove` the silo first.",
+                remedy=(
+                    "Check the fingerprint with the silo. It replaces its key with `silo rotate SITE --out "
+                    "card.json`; if the key was lost or stolen, remove the silo first: `aggregator remove "
+                    "FED SILO --reason TEXT`."
+                ),
             )
 
     def _other_silos(self, card: Card, key: str) -> list[str]:
@@ -344,7 +352,7 @@ def _check_not_rotated(federation: Federation, card: Card) -> None:
             f"silo {card.silo_id}",
             expected="a card with the rotations of this silo's key, as the one taken in before",
             got="a card alone",
-            remedy="Ask the silo for what `silo enroll` writes now.",
+            remedy="Ask the silo for its present card: `silo enroll SITE --out card.json`.",
         )
 
 
@@ -378,8 +386,8 @@ def check_card_federation(federation: Federation, card: Card) -> None:
     """
     # Whoever got the card that a hospital made for another federation could enroll the hospital here without its will.
     remedy = (
-        "Ask the silo to join this federation: `silo init` in a new folder with this invitation.json, then "
-        "`silo enroll`."
+        "Ask the silo to join this federation in a new folder with this invitation.json, `silo "
+        "init SITE --help`, and to send its card: `silo enroll SITE --out card.json`."
     )
     card.check_federation(federation.root_digest, f"card of silo {card.silo_id}", remedy)
 
@@ -394,7 +402,10 @@ def check_agreed_size(card: Card, images: int | None, patients: int | None) -> N
                 f"card of silo {card.silo_id}",
                 expected=f"at most {agreed} {unit}, as you agree to",
                 got="no number" if stated is None else f"{stated}",
-                remedy=f"Ask the silo for a card with the agreed number: silo enroll --{unit} {agreed}.",
+                remedy=(
+                    "Ask the silo for a card with the agreed number: `silo enroll SITE --out card.json "
+                    f"--{unit} {agreed}`."
+                ),
             )
 
 
@@ -431,7 +442,7 @@ def card_of(federation: Federation, silo_id: str) -> Card:
             f"silo {silo_id}",
             expected="an enrolled silo",
             got=f"a silo that is not enrolled; enrolled: {enrolled}",
-            remedy="Check the name, or enrol the silo first: aggregator enroll.",
+            remedy="Check the name, or enrol the silo first: `aggregator enroll FED CARD`.",
         )
     return card
 

@@ -138,8 +138,10 @@ def check_still_carried(federation: Federation, plan: Plan) -> None:
                 f"plan {plan.plan_id}, {silo_id} carried over",
                 expected=f"its accepted submission to plan {carried.plan_id}",
                 got=got,
-                remedy="Draft the plan again: aggregator plan. One that waits for holders is discarded first: "
-                "aggregator complete --abandon.",
+                remedy=(
+                    "Draft the plan again: `aggregator plan FED --recipe FILE --public FILE`. One that waits "
+                    "for holders is discarded first: `aggregator complete FED --abandon`."
+                ),
             )
 
 

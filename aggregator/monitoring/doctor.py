@@ -204,7 +204,7 @@ def _certificate(facts: FederationFacts) -> Iterator[Finding]:
             "tls/server.pem",
             expected=f"{NOTICE.days} days or more left",
             got=_left(facts, certificate.expires),
-            remedy="Make a new one: aggregator rotate FED tls, then restart aggregator run.",
+            remedy="Make a new one, `aggregator rotate FED tls`, then restart `aggregator run FED`.",
         )
 
 
@@ -214,9 +214,9 @@ def _metadata(facts: FederationFacts) -> Iterator[Finding]:
             yield Finding.of(role.problem)
         elif role.expires and role.expires - facts.now < NOTICE:
             # `targets` and the versions of root, `1.root.json` and so on, are signed by people; the rest by publishing.
-            remedy = "Sign it again: aggregator publish --renew, or the next aggregator plan."
+            remedy = "Sign it again: `aggregator publish FED --out DIR --renew`. The next plan signs it, too."
             if role.name.startswith(("targets", *"123456789")):
-                remedy = "Sign it again: aggregator rotate FED root or targets."
+                remedy = "Sign it again: `aggregator rotate FED root`, or `aggregator rotate FED targets`."
             yield Finding(
                 f"tuf/metadata/{role.name}",
                 expected=f"{NOTICE.days} days or more left",
@@ -297,7 +297,8 @@ def _processes(facts: FederationFacts) -> Iterator[Finding]:
             if program.alive:
                 continue
             remedy = (
-                "aggregator run restarts it within seconds; check again, then read flower/logs/."
+                "While `aggregator run FED` runs, it restarts this program within seconds; check again, "
+                "then read flower/logs/."
             )
             if program.name == "aggregator run":
                 remedy = "A process it started still holds flower/.runtime.lock: end that process, then run again."
@@ -322,7 +323,10 @@ def _silos(facts: FederationFacts) -> Iterator[Finding]:
             f"silo {silo_id}",
             expected="an enrolment card for this silo of the plan",
             got="no card in registry/",
-            remedy="Restore registry/ from backup, or remove the silo: aggregator remove.",
+            remedy=(
+                "Restore registry/ from backup, or remove the silo: `aggregator remove FED SILO --reason "
+                "TEXT`."
+            ),
         )
     for silo_id in facts.other_key:
         yield Finding(

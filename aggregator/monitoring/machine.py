@@ -48,8 +48,10 @@ def check_database(path: Path) -> None:
             str(path),
             expected="an intact database",
             got=str(answer)[:200],
-            remedy="Stop aggregator run, move the file away and run again: Flower makes a new one, and nothing is "
-            "lost.",
+            remedy=(
+                "Stop `aggregator run FED`, move the file away and start it again: Flower makes a new "
+                "one, and nothing is lost."
+            ),
         )
 
 

@@ -92,6 +92,7 @@ def choose_carried(
             "--replace",
             expected=f"silos with an accepted submission: {', '.join(inventory.silos)}",
             got=", ".join(unknown)[:200],
+            remedy="Name silos from this list with --replace.",
         )
 
     chosen = []
@@ -113,6 +114,7 @@ def choose_carried(
             "--carry",
             expected=f"an accepted silo of {plan.plan_id} to carry over",
             got="none: --replace names all of them",
+            remedy="Leave one silo out of --replace, or sign a plan without --carry.",
         )
     _check_sizes(federation, inventory, chosen)
 

@@ -67,6 +67,7 @@ def _check_column(column: NDArray[Any], kind: str, name: str, num_images: int) -
             f"column {name}",
             expected=f"{values}, one for each of {num_images} public images",
             got=f"{column.dtype} of shape {column.shape}",
+            remedy="Give the images a column of this kind, with one entry for each of them, in their order.",
         )
 
 
@@ -93,6 +94,10 @@ def fitted_columns(
             "public images",
             expected=f"the columns {', '.join(sorted(missing))}",
             got="images without them",
+            remedy=(
+                "Give the public images these columns, one entry for each image, or use other "
+                "router.labels in the recipe."
+            ),
         )
     if CLASSES in fitted:
         _check_classes(fitted[CLASSES], _num_classes(recipe, condition))
@@ -120,6 +125,7 @@ def _check_classes(classes: NDArray[Any], num_classes: int) -> None:
             "column labels",
             expected=f"classes 0 to {num_classes - 1}",
             got=f"{lowest} to {highest}",
+            remedy="Label the public images as condition.num_classes of the recipe counts them.",
         )
 
 

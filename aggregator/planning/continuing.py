@@ -104,6 +104,6 @@ def _read_signed_plan(federation: Federation, plan_id: str) -> Plan:
             f"plan {plan_id}",
             expected="a plan that this federation signed",
             got="no such plan",
-            remedy="plans/ names them; aggregator status shows the present one.",
+            remedy="The folders in plans/ name them; `aggregator status FED` shows the present one.",
         )
     return Plan.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"plan {plan_id}")

@@ -82,9 +82,12 @@ def _beyond_a_policy(drafted: DraftedPlan) -> Iterator[Finding]:
             rule.subject,
             expected=rule.allowed,
             got=f"{rule.required}; refused by {_listed(silo_ids)}, by their cards",
-            remedy="Change the recipe. Or agree with these silos on another policy.toml (for memory also accumulate "
-            "in silo.toml), of which they make a new card: silo enroll, then aggregator enroll. Or take them out "
-            "(aggregator remove).",
+            remedy=(
+                "Change the recipe. Or agree with these silos on another policy.toml (for memory also "
+                "accumulate in silo.toml), of which they make a new card, `silo enroll SITE --out "
+                "card.json`, which you take in with `aggregator enroll FED CARD`. Or take them out: "
+                "`aggregator remove FED SILO --reason TEXT`."
+            ),
         )
 
 
@@ -134,8 +137,12 @@ def _too_much_influence(drafted: DraftedPlan) -> Iterator[Finding]:
             "max_influence",
             expected=f"no silo with more than {max_influence:.0%} of the prior (federation.toml)",
             got=f"{silo_id} with up to {share:.0%}; {consequence}",
-            remedy="If this share is known and wanted, raise max_influence in federation.toml. Otherwise agree on a "
-            "smaller number (silo enroll --images or --patients, then aggregator enroll), or enroll more silos.",
+            remedy=(
+                "If this share is known and wanted, raise max_influence in federation.toml. Otherwise "
+                "agree on a smaller number by a new card (`silo enroll SITE --out card.json --images N`, "
+                "or --patients), which you take in with `aggregator enroll FED CARD`, or enroll more "
+                "silos."
+            ),
             level=level,
         )
 
@@ -177,8 +184,11 @@ def _audit_that_cannot_measure(drafted: DraftedPlan) -> Iterator[Finding]:
         "audit.min_holdout_units",
         expected=f"at least {audit.min_holdout_units} {drafted.plan.statistics.unit}s held out at each silo",
         got=_listed(sizes),
-        remedy="The leak audit of these silos will be inconclusive: their experts leave with a waiver (silo waive), "
-        "or are trained privately ([expert.privacy]).",
+        remedy=(
+            "The leak audit of these silos will be inconclusive: their experts leave with a waiver "
+            "(`silo waive SITE --role ROLE --reason TEXT --until DAY`), or are trained privately "
+            "([expert.privacy])."
+        ),
         level="warn",
     )
 

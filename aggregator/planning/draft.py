@@ -162,7 +162,7 @@ def _choose_training_silos(
             "plan",
             expected="at least one enrolled silo",
             got="no card in registry/",
-            remedy="Enroll silos first: aggregator enroll.",
+            remedy="Enroll silos first: `aggregator enroll FED CARD`.",
         )
     silos = set(enrolled)
     if carried is not None:
@@ -172,7 +172,10 @@ def _choose_training_silos(
             "plan",
             expected="at least one silo that trains",
             got=f"{', '.join(enrolled)}, all carried over",
-            remedy="Enroll the silo that joins (aggregator enroll), or let one train again: --replace SILO.",
+            remedy=(
+                "Enroll the silo that joins, `aggregator enroll FED CARD`, or let one train again: "
+                "--replace SILO."
+            ),
         )
     return tuple(sorted(silos))
 

@@ -103,8 +103,11 @@ def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Findi
         subject="partition.min_images",
         expected=f"at most what every silo may bring by its card: {min(too_small.values())}",
         got=f"{required}; by their cards {sizes}"[:_MAX_CHARACTERS],
-        remedy="Lower partition.min_images; or agree on more images with these silos (silo enroll --images, then "
-        "aggregator enroll); or take them out (aggregator remove).",
+        remedy=(
+            "Lower partition.min_images; or agree on more images with these silos, who send a new "
+            "card (`silo enroll SITE --out card.json --images N`) that you take in (`aggregator "
+            "enroll FED CARD`); or take them out: `aggregator remove FED SILO --reason TEXT`."
+        ),
     )
 
 
@@ -117,7 +120,8 @@ def _unit_that_a_silo_lacks(recipe: Recipe, cards: Mapping[str, Card]) -> Iterat
     without_patients = [silo_id for silo_id, card in cards.items() if card.agreed.patients is None]
     give_patients = (
         "ask the silos that state none for a new card: a patient for each image (where every image is of another "
-        "person, a name of its own for each will do), then silo enroll SITE --patients N and aggregator enroll"
+        "person, a name of its own for each will do), by `silo enroll SITE --out card.json --patients N`, which you "
+        "take in with `aggregator enroll FED CARD`"
     )
     # Noise for one image would hide only a part of a patient who has several.
     if unit == "image" and protecting:
@@ -132,7 +136,8 @@ def _unit_that_a_silo_lacks(recipe: Recipe, cards: Mapping[str, Card]) -> Iterat
                 :_MAX_CHARACTERS
             ],
             remedy=f"{remedy} Or, where no person has two images, ask the silos that protect patients for a new card: "
-            'unit = "image" under [privacy] in their policy.toml, then silo enroll and aggregator enroll.',
+            'unit = "image" under [privacy] in their policy.toml, then `silo enroll SITE --out card.json`, which you '
+            "take in with `aggregator enroll FED CARD`.",
         )
     # Such a silo would accept the plan, and then find no patient of any image.
     if unit == "patient" and without_patients:
@@ -173,8 +178,12 @@ def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Fin
         subject=field,
         expected=f"at most what every silo lets a plan spend by its card: {min(too_strict.values()):g}",
         got=f"{spent}; by their cards {limits}"[:_MAX_CHARACTERS],
-        remedy="Spend less; or agree on more with these silos (privacy.max_epsilon in their policy.toml, then silo "
-        "enroll and aggregator enroll); or take them out (aggregator remove).",
+        remedy=(
+            "Spend less; or agree on more with these silos, who raise privacy.max_epsilon in their "
+            "policy.toml and send a new card (`silo enroll SITE --out card.json`) that you take in "
+            "(`aggregator enroll FED CARD`); or take them out: `aggregator remove FED SILO --reason "
+            "TEXT`."
+        ),
     )
 
 

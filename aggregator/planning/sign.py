@@ -40,7 +40,10 @@ def check_signable(federation: Federation) -> None:
         with locked(federation.accepted, "intake"):
             pass
     except BusyError as error:
-        remedy = "Stop `aggregator run` first (Ctrl-C): the new plan ends the work on the one that it carries out."
+        remedy = (
+            "Stop `aggregator run FED` first (Ctrl-C): the new plan ends the work on the one that it "
+            "carries out."
+        )
         got = "`aggregator run` at work on the plan in force"
         raise BusyError(
             "plan", expected="a federation that nobody runs", got=got, remedy=remedy
@@ -104,7 +107,7 @@ def _check_receipts_key(federation: Federation, plan: Plan) -> None:
             f"plan {plan.plan_id}",
             expected=f"the present receipts key, {receipt_key}",
             got=f"{plan.receipt_key}, which was rotated after the plan was drafted",
-            remedy="Draft the plan again: aggregator plan.",
+            remedy="Draft the plan again: `aggregator plan FED --recipe FILE --public FILE`.",
         )
 
 
@@ -118,7 +121,7 @@ def _check_agreed_sizes(plan: Plan, training_cards: Mapping[str, Card]) -> None:
             f"plan {plan.plan_id}",
             expected="the agreed sizes of the present cards",
             got=f"other ones of {', '.join(changed_silos)}, whose cards changed after the plan was drafted",
-            remedy="Draft the plan again: aggregator plan.",
+            remedy="Draft the plan again: `aggregator plan FED --recipe FILE --public FILE`.",
         )
 
 

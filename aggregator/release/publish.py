@@ -138,7 +138,10 @@ def check_quorum(inventory: Inventory, quorum: int) -> None:
         "release",
         expected=f"at least {quorum} silos",
         got=got,
-        remedy="Wait for more silos to answer (aggregator run), or publish with fewer knowingly: --quorum.",
+        remedy=(
+            "Wait for more silos to answer with `aggregator run FED`, or publish with fewer "
+            "knowingly: `aggregator publish FED --out DIR --quorum N`."
+        ),
     )
 
 
@@ -171,7 +174,7 @@ def link_files(
             "router",
             expected=f"the router of its report, sha256 {router.router.digest}",
             got="a file with another digest",
-            remedy="Publish again when `aggregator router` has ended.",
+            remedy="Publish again when `aggregator router FED` has ended.",
         )
     history = collect_key_history(federation, inventory.silos)
     if history is not None:

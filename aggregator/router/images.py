@@ -177,7 +177,7 @@ class RouterImages:
                 "public images",
                 expected="public images with what the plan's router learns from",
                 got=f"a plan without {name.removeprefix('fitted_')}",
-                remedy="Make the plan again: aggregator plan.",
+                remedy="Make the plan again: `aggregator plan FED --recipe FILE --public FILE`.",
             )
         if column.dtype.kind in "iu":
             return column.astype(np.int64)

@@ -53,7 +53,7 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
         MissingFileError: no router yet, or one trained on other submissions.
     """
     path = router_path(federation, inventory.plan.plan_id).with_name(REPORT_NAME)
-    remedy = f"Train it: aggregator router {federation.path}"
+    remedy = f"Train it: `aggregator router {federation.path}`."
     if not path.is_file():
         raise MissingFileError(
             "router", expected="a trained router", got="no router/report.json", remedy=remedy

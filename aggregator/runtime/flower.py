@@ -148,7 +148,9 @@ class FlowerRuntime:
         """
         # Everything that may be wrong is looked at before the first program starts.
         require_file(
-            self._tls("server.pem"), "the server's certificate", remedy="Run `aggregator init`."
+            self._tls("server.pem"),
+            "the server's certificate",
+            remedy="Restore tls/ from the backup of this federation.",
         )
         self._flower.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(locked(self._flower, "runtime"))

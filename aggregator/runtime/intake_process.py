@@ -84,6 +84,10 @@ def take_in(
             f"plan {intake.plan.plan_id}",
             expected=f"plan {plan_id}",
             got="a plan that was signed later",
+            remedy=(
+                "Nothing to do: `aggregator run FED` carries out the newer plan when it is started "
+                "again."
+            ),
         )
     max_bytes = submission_bytes(intake.plan) * len(intake.plan.silos)
     with intake.locked(), suppress(KeyboardInterrupt):

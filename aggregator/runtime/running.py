@@ -62,7 +62,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
             f"plan {plan.plan_id}",
             expected="a silo in it",
             got="silos all removed",
-            remedy="Sign another plan: aggregator plan.",
+            remedy="Sign another plan: `aggregator plan FED --recipe FILE --public FILE`.",
         )
     if nginx is None:
         _log.warning(

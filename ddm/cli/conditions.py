@@ -75,7 +75,7 @@ def class_number(text: str, condition: Condition) -> int:
             "--class",
             expected=f"a class, {condition.classes.words()}",
             got=repr(text[:40]),
-            remedy="`ddm info` lists the classes of a release.",
+            remedy="Name one of these. `ddm info RELEASE --root FILE` lists the classes of a release.",
         )
     return number
 

@@ -506,7 +506,12 @@ def _public_images(
         if len(image_set.count_P) == len(labels):
             labels = labels.repeat_interleave(torch.tensor(image_set.count_P), 0)
     if labels is not None and len(labels) != len(images):
-        raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(labels)))
+        raise DataError(
+            "labels",
+            expected=f"{len(images)}, one per image",
+            got=str(len(labels)),
+            remedy="Give one label for each image.",
+        )
     expert_N = None
     if distillation.teacher is TeacherName.LABEL:
         # Each image is labelled with the expert of its cluster; images of clusters without one are left out.

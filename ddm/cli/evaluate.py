@@ -187,6 +187,7 @@ class EvaluatedOptions:
                 "--num",
                 expected="--num or --samples",
                 got="neither a number of samples nor a file of them",
+                remedy="Add --num N to draw N samples, or --samples FILE for those that are there.",
             )
 
 
@@ -349,6 +350,9 @@ def evaluate(
             say(f"\nThe samples were drawn {condition_words}, with guidance {guidance or 0:g}.")
         if out is not None:
             say(f"\nThe page: {out / 'index.html'}; the figures: {out / 'evaluation.json'}.")
+            say(
+                "The page shows images of the reference, and only you can read it; the figures show none."
+            )
     warn_if_expired(opened)
 
 

@@ -240,6 +240,7 @@ def _images_of_class(
             f"labels of the {subject}",
             expected=f"at least {_MIN_CLASS_IMAGES} images of class {name}",
             got=str(num_images),
+            remedy="Give more images of this class, or evaluate all classes: leave --class out.",
         )
     return of_class
 

@@ -172,7 +172,10 @@ def read_samples(opened: Release, path: Path, num: int | None) -> SampleSet:
     array = read_array(path, "images", max_bytes=available_bytes())
     if array.ndim < 2 or not len(array):
         raise DataError(
-            "samples", expected="at least one image", got=f"an array of shape {array.shape}"
+            "samples",
+            expected="at least one image",
+            got=f"an array of shape {array.shape}",
+            remedy="Give samples that `ddm sample RELEASE --root FILE --num N --out FILE.npz` drew.",
         )
     array = array[:num]
     check_row(array.dtype, array.shape[1:], spec)
@@ -231,5 +234,10 @@ def _read_experts(path: Path, num_images: int, num: int | None, num_experts: int
     is_whole = expert_N.dtype.kind in "iu" and expert_N.shape == (num_images,)
     if not is_whole or not ((expert_N >= 0) & (expert_N < num_experts)).all():
         expected = f"{num_images} numbers below {num_experts}"
-        raise DataError("expert", expected=expected, got=f"{expert_N.dtype}, other numbers")
+        raise DataError(
+            "expert",
+            expected=expected,
+            got=f"{expert_N.dtype}, other numbers",
+            remedy="Give samples of this release: `ddm sample RELEASE --root FILE --num N --out FILE.npz`.",
+        )
     return torch.from_numpy(expert_N.astype(np.int64))

@@ -29,7 +29,15 @@ from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.calibration import calibration_bands, calibration_rows
 from ddm.protocol.growth import describe_standing
 from ddm.protocol.plan import REHEARSAL, Plan
-from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
+from ddm.system.console import (
+    ResumableCommand,
+    human_bytes,
+    human_flops,
+    new_program,
+    run_app,
+    say,
+    table,
+)
 from ddm.system.secrecy import forbid_core_dumps
 from ddm.trust.comparison import CodeSubject, comparison_code
 
@@ -252,11 +260,17 @@ app.command("train")(train)
 app.command("assemble")(assemble)
 
 
+RESUMABLE = (
+    ResumableCommand("distill", "Samples and checkpoints are kept beside the student."),
+    ResumableCommand("train", "Checkpoints and trained experts are kept."),
+)
+
+
 def main() -> None:
     """Entry point of the `ddm` command."""
     keep_writing_private()
     forbid_core_dumps()
-    run_app(app)
+    run_app(app, resumable=RESUMABLE)
 
 
 if __name__ == "__main__":

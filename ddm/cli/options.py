@@ -450,7 +450,12 @@ def check_text(text: str | None, folder: Path | None) -> None:
         )
     if text is not None and folder is None:
         expected = "--text-encoder as well, the folder of the encoder that the plan pins"
-        raise SetupError("--text", expected=expected, got="a text without an encoder")
+        raise SetupError(
+            "--text",
+            expected=expected,
+            got="a text without an encoder",
+            remedy="Add --text-encoder FOLDER; where the experts were trained without texts, leave --text out.",
+        )
     if text is not None and not text.strip():
         raise SetupError("--text", expected="a text", got=f"{len(text)} blank characters")
 

@@ -61,7 +61,12 @@ class DistillationData:
 
     def __post_init__(self) -> None:
         if not len(self.images):
-            raise DataError("images", expected="at least 1 image", got="0 images")
+            raise DataError(
+                "images",
+                expected="at least 1 image",
+                got="0 images",
+                remedy="Give at least one image.",
+            )
         for subject, rows in (("experts", self.expert_N), ("conditions", self.labels)):
             if rows is not None and len(rows) != len(self.images):
                 raise ShapeError(
@@ -299,6 +304,10 @@ def _draw_part(
             "the ensemble's own samples",
             expected="finite numbers",
             got=f"NaN or infinity in {num_broken} of {len(x_B)}",
+            remedy=(
+                "Draw with fewer guidance or more steps, or leave experts out that do not answer with "
+                "finite numbers."
+            ),
         )
     return {"images": x_B.float().cpu(), "expert": expert_B}
 
@@ -355,6 +364,10 @@ def by_cluster(
             "images",
             expected="images in clusters that have an expert",
             got=f"{len(images)} images, all in clusters without an expert",
+            remedy=(
+                "Give images of the clusters that have an expert, or leave --data out, to distil from "
+                "the ensemble's own samples."
+            ),
         )
     uniform_N = torch.from_numpy(stream("by cluster", seed, 0).random(int(has_expert_N.sum())))
     return has_expert_N, draw_expert(weight_NK[has_expert_N], uniform_N)

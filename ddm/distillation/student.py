@@ -216,7 +216,10 @@ def build_student(
             error.subject,
             expected=f"the file that {record_name} names, {error.expected}",
             got=f"a file of {error.got}",
-            remedy="Bring back the files that ddm distill wrote together, or distil again.",
+            remedy=(
+                "Bring back the files that were written together, or distil again: `ddm distill RELEASE "
+                "--root FILE --out FILE.safetensors`."
+            ),
         ) from error
     return Ensemble(
         # A single expert has the weight 1 everywhere, so that there is no router.

@@ -230,7 +230,12 @@ class AutoencoderKl:
 
 
 def _not_finite() -> NumericalError:
-    return NumericalError("autoencoder's output", expected="finite numbers", got="NaN or infinity")
+    return NumericalError(
+        "autoencoder's output",
+        expected="finite numbers",
+        got="NaN or infinity",
+        remedy="Check the weights of the autoencoder: they are damaged, or need float32.",
+    )
 
 
 def build_autoencoder(
@@ -345,6 +350,7 @@ def spread(latents: Tensor) -> float:
             "latents",
             expected="latents with a standard deviation above 0",
             got=f"{deviation:g} over {len(latents)} samples",
+            remedy="Give the autoencoder images that differ.",
         )
     return deviation
 

@@ -147,6 +147,7 @@ def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:
             "public images",
             expected=f"at least {dim} principal directions",
             got=f"{len(images)} images that span {num_spanned}",
+            remedy="Give more public images that differ, or lower encoder.dim in the recipe.",
         )
     basis_RD = basis[:dim]
     place_of_peak_R1 = basis_RD.abs().argmax(1, keepdim=True)

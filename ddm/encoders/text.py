@@ -160,7 +160,12 @@ class TextEncoder:
 
 
 def _not_finite() -> NumericalError:
-    return NumericalError("text encoder's output", expected="finite numbers", got="NaN or infinity")
+    return NumericalError(
+        "text encoder's output",
+        expected="finite numbers",
+        got="NaN or infinity",
+        remedy="Check the weights of the text encoder: they are damaged, or need --dtype float32.",
+    )
 
 
 def pin(folder: Path, *, max_tokens: int, drop: float) -> TextCondition:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ddm.encoders.non_finite import replace_non_finite
 from ddm.errors import DataError, SetupError, ShapeError
 from ddm.images.rows import Images
-from ddm.io.tensors import TensorSpec, load_tensors, read_header, spec_of
+from ddm.io.tensors import TensorSpec, load_tensors, read_header, refuse_wrapped_names, spec_of
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.system.devices import device_named
@@ -208,6 +208,7 @@ class TimmEncoder:
                 "safetensors.torch.save_file.",
             )
         header = read_header(weights, max_bytes=MAX_FILE_BYTES)
+        refuse_wrapped_names(header, str(weights))
         channels = _input_channels(model, header, data)
         net = _build(model, channels, None)
         expected_specs = {name: spec_of(tensor) for name, tensor in _weights(net).items()}
@@ -218,6 +219,8 @@ class TimmEncoder:
                 expected=f"the weights of {model}",
                 got=f"a file in which {len(missing)} of {len(expected_specs)} tensors differ or are "
                 f"missing, first {missing[0]}",
+                remedy="Name the network that these weights belong to, or give the weights of this one, with timm's "
+                "names.",
             )
         tensors = load_tensors(weights, header, max_bytes=MAX_FILE_BYTES, max_abs=None)
         # The counters of batch norms, which files may lack, stay the network's own.

@@ -158,6 +158,7 @@ class Classifier:
                 path.name,
                 expected="the shape and range of images",
                 got=str(shape),
+                remedy="Name a classifier that examples.paper.classifier wrote.",
             ) from error
         return cls(net, data, trained_on=bytes(digest_bytes).hex())
 

@@ -73,7 +73,12 @@ def open_features(
         return _open_clip(source, plan.data)
     # A path may contain a colon too.
     if colon and not Path(text).exists():
-        raise SetupError("--features", expected=FORMS, got=repr(text[:80]))
+        raise SetupError(
+            "--features",
+            expected=FORMS,
+            got=repr(text[:80]),
+            remedy="Name the features in one of these forms.",
+        )
     return _open_classifier(Path(text), plan.data)
 
 
@@ -139,5 +144,10 @@ def _open_classifier(path: Path, data: DataSpec) -> Features:
     if classifier.data != data:
         expected = f"a classifier of images {data.shape} in {list(data.range)}"
         got = f"{classifier.data.shape} in {list(classifier.data.range)}"
-        raise DataError("--features", expected=expected, got=got)
+        raise DataError(
+            "--features",
+            expected=expected,
+            got=got,
+            remedy="Take features for images of this shape, or --features encoder.",
+        )
     return Features("small classifier", sha256_file(path), classifier.dim, classifier.encode)

@@ -81,7 +81,7 @@ class Evaluation:
         share_error: of the silos; None where shares or priors are not known.
         recall_by: the share of each group of the reference that the samples reach.
         copies: the nearest reference images, by the space of the search: `pixels` and `features`.
-        floor: one half of the reference against the other; None where it is too small.
+        floor: what perfect samples would score, and the samples at the same numbers; None where there are too few.
         notes: what to keep in mind when reading the figures.
     """
 
@@ -107,6 +107,7 @@ class Evaluation:
         if self.floor is not None:
             floor = {
                 "metrics": as_json(self.floor.metrics),
+                "samples": as_json(self.floor.samples),
                 "num": self.floor.num,
                 "num_reference": self.floor.num_reference,
             }
@@ -243,8 +244,7 @@ class Yardstick:
             raise ShapeError("samples", expected=expected, got=str(pixels_NP.shape[1]))
         sample_set = FeatureSet.of(features_ND, self.k, counter)
         metrics, both = measure(sample_set, self.feature_set, seed=self.seed, on_block=counter)
-        # As many images as there are samples, since FID depends on their number.
-        floor = measure_floor(self.feature_set, len(rows), seed=self.seed)
+        floor = measure_floor(sample_set, self.feature_set, seed=self.seed)
         per_silo = {}
         error = None
         if sample_silos is not None:

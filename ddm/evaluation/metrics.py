@@ -66,7 +66,12 @@ class FeatureSet:
                 remedy="Evaluate more images, or ask for fewer neighbours.",
             )
         if not bool(features_ND.isfinite().all()):
-            raise NumericalError("features", expected="finite numbers", got="NaN or infinity")
+            raise NumericalError(
+                "features",
+                expected="finite numbers",
+                got="NaN or infinity",
+                remedy="Leave out images that hold NaN or infinity, and check the weights of the features.",
+            )
         moments = Moments.of(features_ND)
         neighbours = compare_with_itself(features_ND, k, on_block)
         return cls(features_ND, moments, neighbours)
@@ -74,15 +79,21 @@ class FeatureSet:
 
 @dataclass(frozen=True)
 class Floor:
-    """One half of the reference measured against the other: what perfect samples would score.
+    """What perfect samples would score, and what the samples score under the same numbers of images.
+
+    FID falls with the number of images on either side, and coverage and recall rise with that of samples. So the floor
+    cannot be compared with figures of all samples against the whole reference: those have more images on both sides,
+    and would look better than perfect. Both comparisons here are with the same half of the reference.
 
     Attributes:
-        metrics: as `measure` returns them.
-        num: images of the half in the samples' place.
-        num_reference: images of the other half.
+        metrics: of the other half of the reference, in the samples' place; as `measure` returns them.
+        samples: of as many samples.
+        num: images in the samples' place, in both.
+        num_reference: images of the half that both are compared with.
     """
 
     metrics: Mapping[str, Estimate]
+    samples: Mapping[str, Estimate]
     num: int
     num_reference: int
 
@@ -165,36 +176,42 @@ def _frechet_metrics(
 
 
 def measure_floor(
+    samples: FeatureSet,
     reference: FeatureSet,
-    max_images: int,
     *,
     seed: int = 0,
 ) -> Floor | None:
-    """Measure one half of the reference against the other.
+    """Measure images of the reference, and as many samples, against the same half of the reference.
 
     Args:
-        reference: the reference.
-        max_images: of the half that takes the samples' place: as many as there are samples.
-        seed: of the halves.
+        samples: of the samples.
+        reference: of the reference, with the same k.
+        seed: of the choice of images.
 
     Returns:
-        The figures; None where a half has no more images than features.
+        The figures; None where a side has no more images than features.
     """
-    num, dim = reference.features_ND.shape
-    generator = torch.Generator().manual_seed(seed)
-    order_M = torch.randperm(num, generator=generator)
-    half = num // 2
-    first_M = order_M[:half][:max_images]
-    second_M = order_M[half:]
+    num_reference, dim = reference.features_ND.shape
+    half = num_reference // 2
+    num = min(half, len(samples.features_ND))
     k = reference.neighbours.k
     # With no more images than features the covariance is singular, and FID says little.
-    num_smaller = min(len(first_M), len(second_M))
-    if num_smaller <= max(dim, k, MIN_IMAGES):
+    if num <= max(dim, k, MIN_IMAGES):
         return None
-    first = FeatureSet.of(reference.features_ND[first_M], k)
-    second = FeatureSet.of(reference.features_ND[second_M], k)
-    metrics, _ = measure(first, second, seed=seed)
-    return Floor(metrics, num=len(first_M), num_reference=len(second_M))
+    generator = torch.Generator().manual_seed(seed)
+    reference_order_M = torch.randperm(num_reference, generator=generator)
+    sample_order_N = torch.randperm(len(samples.features_ND), generator=generator)
+    common_half = FeatureSet.of(reference.features_ND[reference_order_M[half:]], k)
+    perfect = FeatureSet.of(reference.features_ND[reference_order_M[:num]], k)
+    chosen_samples = FeatureSet.of(samples.features_ND[sample_order_N[:num]], k)
+    perfect_metrics, _ = measure(perfect, common_half, seed=seed)
+    sample_metrics, _ = measure(chosen_samples, common_half, seed=seed)
+    return Floor(
+        metrics=perfect_metrics,
+        samples=sample_metrics,
+        num=num,
+        num_reference=num_reference - half,
+    )
 
 
 def metrics_bytes(

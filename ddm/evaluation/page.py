@@ -22,6 +22,7 @@ from ddm.pages.render import render
 
 PAGE = "index.html"
 FIGURES = "evaluation.json"
+PAGE_MODE = 0o600
 MAX_PICTURES = 16  # of a sheet
 MAX_PAIRS = 12  # of nearest copies
 MEANINGS: Mapping[str, str] = {
@@ -100,6 +101,8 @@ def write_page(
 ) -> None:
     """Write `index.html` and `evaluation.json`; the same figures and images give the same bytes.
 
+    The page holds images of the reference, so only its owner may read it; the figures hold none.
+
     Args:
         out: a folder; made if need be.
         document: what `--json` prints.
@@ -145,6 +148,7 @@ def write_page(
         results=results,
         sheets=[sheet for sheet in sheets if sheet.pictures],
         pairs=pairs,
+        num_reference_pictures=len(reference_pictures),
         silos=silos,
         ratio=f"{width} / {height}",
         meanings=MEANINGS,
@@ -154,7 +158,8 @@ def write_page(
         scale=_scale,
     )
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / PAGE, page.encode("utf-8"))
+    # It shows images of the reference, which may be patients'. Whoever may show them opens the page to others.
+    write_atomic(out / PAGE, page.encode("utf-8"), mode=PAGE_MODE)
     write_atomic(out / FIGURES, (json.dumps(document, indent=2) + "\n").encode("utf-8"))
 
 
@@ -201,13 +206,10 @@ def _nearest_pairs(
 
 
 def _scale(results: Sequence[EvaluatedSamples], metric: str) -> Scale:
-    """Return the scale of a metric's bars: over all its intervals and floors."""
+    """Return the scale of a metric's bars: over all its intervals."""
     values = []
     for result in results:
         estimate = result.evaluation.metrics.get(metric)
         if estimate is not None:
             values += [estimate.low, estimate.high]
-        floor = result.evaluation.floor
-        if floor is not None and metric in floor.metrics:
-            values.append(floor.metrics[metric].value)
     return Scale.over(values)

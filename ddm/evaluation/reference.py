@@ -189,6 +189,7 @@ def open_reference(
             "--by",
             expected=f"a column of {path.name}",
             got=f"{by!r}; it has {columns}",
+            remedy="Name a column of the file with --by, or leave --by out.",
         )
     group_name = by
     if group_name is None:
@@ -239,6 +240,7 @@ def captions_of(reference: Reference) -> list[str] | None:
             "captions of the reference",
             expected="one text an image",
             got=f"{captions.dtype}",
+            remedy="Save the captions as texts, one for each image.",
         )
     return [_text(caption) for caption in captions.tolist()]
 

@@ -6,6 +6,7 @@ from ddm.evaluation.copies import NearestCopies
 from ddm.evaluation.features import Features
 from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.measuring import Evaluation, SiloResult
+from ddm.evaluation.metrics import Floor
 
 TableLayout = Callable[[Sequence[Sequence[str]], Sequence[str]], str]
 """Makes a table of rows under a header."""
@@ -47,6 +48,9 @@ def tables(
         f"features: {features.name}.\n"
     )
     parts = [heading, _metrics_table(results, layout)]
+    if first.floor is not None:
+        parts.append(_floor_heading(first.floor))
+        parts.append(_floor_table(results, layout))
     notes: list[str] = []
     for name, evaluation in results:
         parts.append(_details(name, evaluation, layout))
@@ -71,11 +75,36 @@ def _metrics_table(results: Sequence[tuple[str, Evaluation]], layout: TableLayou
                 row += [_MISSING, _MISSING]
             else:
                 row += [number(estimate.value), interval(estimate)]
+    return layout(list(rows.values()), header)
+
+
+def _floor_heading(floor: Floor) -> str:
+    return (
+        f"\nAt equal numbers: {floor.num} samples, or as many reference images in their place (the floor), "
+        f"against {floor.num_reference} other reference images.\n"
+    )
+
+
+def _floor_table(results: Sequence[tuple[str, Evaluation]], layout: TableLayout) -> str:
+    """Return the floor beside the figures that can be compared with it."""
     _, first = results[0]
-    if first.floor is not None:
-        header.append("floor")
+    if first.floor is None:
+        return ""
+    header = ["metric", "floor", "95% interval"]
+    rows = {
+        metric: [metric, number(estimate.value), interval(estimate)]
+        for metric, estimate in first.floor.metrics.items()
+    }
+    for name, evaluation in results:
+        header += [name, "95% interval"]
         for metric, row in rows.items():
-            row.append(_value(first.floor.metrics.get(metric)))
+            estimate = None
+            if evaluation.floor is not None:
+                estimate = evaluation.floor.samples.get(metric)
+            if estimate is None:
+                row += [_MISSING, _MISSING]
+            else:
+                row += [number(estimate.value), interval(estimate)]
     return layout(list(rows.values()), header)
 
 

@@ -99,7 +99,12 @@ def open_arrays(path: Path) -> ImageArrays:
     """
     source = _whole(open_parts(path))
     if not len(source):
-        raise DataError("images", expected="at least one", got="an empty array")
+        raise DataError(
+            "images",
+            expected="at least one",
+            got="an empty array",
+            remedy="Give at least one image.",
+        )
     return source
 
 
@@ -223,6 +228,7 @@ def _read_whole(
             "images",
             expected=f"at most {memory_bytes} bytes of memory",
             got=f"{num_bytes} bytes",
+            remedy="Give fewer or smaller images at a time.",
         )
     images = torch.empty(len(source), *shape)
     start = 0

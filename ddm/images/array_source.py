@@ -48,7 +48,12 @@ class ArraySource:
         self._arrays = arrays
         self._columns = columns
         if any(not array.shape for array in arrays):
-            raise DataError("data file", expected="an array of images", got="a single number")
+            raise DataError(
+                "data file",
+                expected="an array of images",
+                got="a single number",
+                remedy="Save an array with one row for each image.",
+            )
         kinds = {(array.dtype.str, array.shape[1:]) for array in arrays}
         if len(kinds) != 1:
             # A few of them suffice in a message.
@@ -57,6 +62,7 @@ class ArraySource:
                 "data files",
                 expected="rows of one type and one shape in all of them",
                 got=", ".join(f"{dtype} {shape}" for dtype, shape in first_kinds),
+                remedy="Give images of one type and one shape; others belong in another data set.",
             )
         first_array = arrays[0]
         self.row = first_array.dtype, first_array.shape[1:]
@@ -97,7 +103,12 @@ class ArraySource:
         num_bytes = sum(prod(array.shape) * array.dtype.itemsize for array in arrays)
         column_max_bytes = min(len(self) * max_bytes, MAX_COLUMN_BYTES)
         if num_bytes > column_max_bytes:
-            raise DataError(name, expected=f"at most {column_max_bytes} bytes", got=f"{num_bytes}")
+            raise DataError(
+                name,
+                expected=f"at most {column_max_bytes} bytes",
+                got=f"{num_bytes}",
+                remedy="Give shorter entries: a column holds a name, a number or a text for each image.",
+            )
         parts = [array.whole() for array in arrays]
         # A copy is only needed to join several.
         if len(parts) == 1:
@@ -122,10 +133,16 @@ class ArraySource:
                 "data",
                 expected=f"a column called {name} beside the images",
                 got=f"{len(self._columns)} columns with other names",
+                remedy="Add this column to the file that holds the images.",
             )
         arrays = self._columns[column]()
         if any(not array.shape for array in arrays):
-            raise DataError(name, expected="an entry for each image", got="a single value")
+            raise DataError(
+                name,
+                expected="an entry for each image",
+                got="a single value",
+                remedy="Give the images a column of this kind, with one entry for each of them, in their order.",
+            )
         # Joined, entries of one part would otherwise come beside images of another.
         if len(arrays) > 1:
             num_entries = [array.shape[0] for array in arrays]
@@ -135,7 +152,12 @@ class ArraySource:
                 raise DataError(name, expected=expected, got="other numbers")
             kinds = {(array.dtype.kind, array.shape[1:]) for array in arrays}
             if len(kinds) > 1:
-                raise DataError(name, expected="one type and one shape in all parts", got="several")
+                raise DataError(
+                    name,
+                    expected="one type and one shape in all parts",
+                    got="several",
+                    remedy="Give the column one type and one shape in all files.",
+                )
         return arrays
 
 
@@ -158,7 +180,12 @@ class ParquetSource:
             column = self._table.latent_column
         if column is None:
             got = f"{len(self._table.names)} columns with other names"
-            raise DataError("data file", expected="a column called image", got=got)
+            raise DataError(
+                "data file",
+                expected="a column called image",
+                got=got,
+                remedy="Name the column with the images `image`, and save the file again.",
+            )
         if self._table.is_encoded(column):
             raise DataError(
                 "images",
@@ -194,7 +221,12 @@ class ParquetSource:
         column = find_column(name, self._table.names)
         if column is None:
             got = f"{len(self._table.names)} columns with other names"
-            raise DataError("data file", expected=f"a column called {name}", got=got)
+            raise DataError(
+                "data file",
+                expected=f"a column called {name}",
+                got=got,
+                remedy="Add this column to the file that holds the images.",
+            )
         return self._table.cells(column, max_bytes)
 
     def column_shape(self, name: str) -> Shape:

@@ -107,10 +107,16 @@ def texts_of(column_N: Values, name: str) -> list[str | None]:
             name,
             expected="one text or number an image",
             got=f"{column_N.dtype}, shape {column_N.shape}",
+            remedy="Give the images a column of this kind, with one entry for each of them, in their order.",
         )
     cells = column_N.tolist()
     if not all(isinstance(cell, str | bytes | int | float | None) for cell in cells):
-        raise DataError(name, expected="one text or number an image", got="objects of another type")
+        raise DataError(
+            name,
+            expected="one text or number an image",
+            got="objects of another type",
+            remedy="Give the images a column of this kind, with one entry for each of them, in their order.",
+        )
     return [as_text(cell) for cell in cells]
 
 
@@ -139,7 +145,12 @@ def check_length(
         DataError: another shape.
     """
     if shape != (num,):
-        raise DataError(name, expected=f"shape ({num},), one for each image", got=f"shape {shape}")
+        raise DataError(
+            name,
+            expected=f"shape ({num},), one for each image",
+            got=f"shape {shape}",
+            remedy="Give the images a column of this kind, with one entry for each of them, in their order.",
+        )
 
 
 def num_patients(patient_N: Values, rule: PatientRule = "spelling") -> int:
@@ -207,13 +218,23 @@ def captions_of(caption_N: Values) -> tuple[str, ...]:
         DataError: no UTF-8, too long a text, or only blank ones.
     """
     if caption_N.dtype.kind not in _TEXT_KINDS:
-        raise DataError("captions", expected="text", got=str(caption_N.dtype))
+        raise DataError(
+            "captions",
+            expected="text",
+            got=str(caption_N.dtype),
+            remedy="Save the captions as texts, not as other objects.",
+        )
     texts: list[str] = []
     for cell in caption_N.tolist():
         text = _caption(cell)
         if len(text) > MAX_CAPTION:
             got = f"a caption of {len(text)}"
-            raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=got)
+            raise DataError(
+                "captions",
+                expected=f"at most {MAX_CAPTION} characters each",
+                got=got,
+                remedy="Shorten these texts.",
+            )
         texts.append(" ".join(text.split()))
     captions = []
     for text in texts:
@@ -221,7 +242,12 @@ def captions_of(caption_N: Values) -> tuple[str, ...]:
             text = ""
         captions.append(text)
     if not any(captions):
-        raise DataError("captions", expected="a text for at least one image", got="only blank ones")
+        raise DataError(
+            "captions",
+            expected="a text for at least one image",
+            got="only blank ones",
+            remedy="Give the images texts in the column captions, or ask for a plan without texts.",
+        )
     return tuple(captions)
 
 
@@ -240,8 +266,14 @@ def _caption(cell: object) -> str:
             "captions",
             expected="UTF-8",
             got="a text that is not valid UTF-8",
+            remedy="Save the texts as UTF-8.",
         ) from None
-    raise DataError("captions", expected="text", got="objects of another type")
+    raise DataError(
+        "captions",
+        expected="text",
+        got="objects of another type",
+        remedy="Save the captions as texts, not as other objects.",
+    )
 
 
 def folded(text: str) -> str:

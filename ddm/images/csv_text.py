@@ -165,6 +165,7 @@ class _BoundedLines:
                 "table",
                 expected=f"rows of fewer than {_MAX_RECORD} characters",
                 got=f"line {self.number}",
+                remedy="Look at this line: most likely a quote is missing. Then export the table again.",
             )
         if "\0" in line:
             raise DataError(
@@ -183,7 +184,12 @@ def _encoding_of(path: Path) -> tuple[str, bool]:
     """
     num_bytes = path.stat().st_size
     if num_bytes > MAX_FILE_BYTES:
-        raise DataError("table", expected=f"at most {MAX_FILE_BYTES} bytes", got=f"{num_bytes}")
+        raise DataError(
+            "table",
+            expected=f"at most {MAX_FILE_BYTES} bytes",
+            got=f"{num_bytes}",
+            remedy="Divide the table, or leave out columns that nobody reads.",
+        )
     with path.open("rb") as handle:
         start = handle.read(4)
         if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):

@@ -184,7 +184,12 @@ def find_data(
     if path.is_dir():
         return _find_in_folder(path, columns, outside)
     if not path.is_file():
-        raise DataError("data", expected=_EXPECTED, got="a special file")
+        raise DataError(
+            "data",
+            expected=_EXPECTED,
+            got="a special file",
+            remedy="Name a file or a folder of images.",
+        )
     if path.suffix.lower() in SPREADSHEET_SUFFIXES:
         remedy = "In the program that made it, save it as CSV (UTF-8), and name that file."
         raise DataError("data", expected=_EXPECTED, got="a spreadsheet", remedy=remedy)
@@ -198,7 +203,12 @@ def find_data(
             outside=outside,
         )
     if columns:
-        raise DataError("--column", expected="a table as --data", got="a file that is not a table")
+        raise DataError(
+            "--column",
+            expected="a table as --data",
+            got="a file that is not a table",
+            remedy="Leave --column out, or name the table as --data.",
+        )
     if path.suffix.lower() in ARRAYS or is_idx(path):
         return _find_arrays(path, outside)
     return DataSet(path, DataKind.PICTURES, outside=outside)
@@ -221,7 +231,12 @@ def _find_in_folder(
 ) -> DataSet:
     if _holds_arrays(path) and not (path / FOLDER_TABLE).is_file():
         if columns:
-            raise DataError("--column", expected="a table as --data", got="a folder of arrays")
+            raise DataError(
+                "--column",
+                expected="a table as --data",
+                got="a folder of arrays",
+                remedy="Leave --column out, or name the table as --data.",
+            )
         data = _find_arrays(path, outside)
         return replace(data, notes=notes_on_unused_tables(path))
     boundary = _Boundary(path, outside)

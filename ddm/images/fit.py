@@ -41,7 +41,12 @@ def check_row(
         )
     is_whole = dtype in (np.uint8, np.uint16)
     if dtype.kind != "f" and not is_whole:
-        raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
+        raise DataError(
+            "image values",
+            expected="floating point, uint8 or uint16",
+            got=str(dtype),
+            remedy="Convert the images first, such as by images.astype(numpy.float32).",
+        )
 
 
 def fit(
@@ -83,7 +88,15 @@ def fit(
     is_outside_B = np.asarray(is_below_B | is_above_B, dtype=np.bool_)
     row = _first(is_outside_B, rows)
     got = f"values outside this range in row {row}"
-    raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
+    raise DataError(
+        "image values",
+        expected=f"within [{low:g}, {high:g}]",
+        got=got,
+        remedy=(
+            "Scale the images to this range, or save whole numbers of 8 or 16 bits, which are scaled "
+            "here."
+        ),
+    )
 
 
 def as_floats(array: Values, rows: Rows) -> "Tensor":
@@ -120,6 +133,7 @@ def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
             "image values",
             expected="finite numbers",
             got=f"NaN or infinite values in row {row}",
+            remedy="Correct these images, or leave them out.",
         )
 
 

@@ -78,7 +78,15 @@ def resampled_size(
         DataError: a side without a finite length above 0, or no spacing where it is needed.
     """
     if isinstance(spec.fit, SpacingFit) and spacing is None:
-        raise DataError("spacing", expected="a file that states it, in mm", got="a file without it")
+        raise DataError(
+            "spacing",
+            expected="a file that states it, in mm",
+            got="a file without it",
+            remedy=(
+                "Leave these files out, or use a plan whose transform.fit is of another kind than "
+                "spacing."
+            ),
+        )
     steps = spacing or (1.0,) * len(sides)
     extent = [step * side for step, side in zip(steps, sides, strict=True)]
     if not all(0 < length < inf for length in extent):

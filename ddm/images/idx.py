@@ -70,7 +70,15 @@ def idx_array(path: Path) -> EncodedArray:
     with decoding(_KIND), _unpacked(path) as handle:
         magic = handle.read(4)
         if not is_idx_head(magic):
-            raise DataError("data file", expected=_KIND, got="a file with another header")
+            raise DataError(
+                "data file",
+                expected=_KIND,
+                got="a file with another header",
+                remedy=(
+                    "Name an idx file, or images in another form that the documentation lists "
+                    "(docs/reference/image-formats.md)."
+                ),
+            )
         num_dims = magic[3]
         shape = struct.unpack(f">{num_dims}I", handle.read(4 * num_dims))
     header = Header(
@@ -89,7 +97,12 @@ def idx_array(path: Path) -> EncodedArray:
             got = f"{surplus} bytes more"
         else:
             got = f"{-surplus} bytes fewer"
-        raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got=got)
+        raise DataError(
+            "data file",
+            expected=f"{shape[0]} rows, as its header says",
+            got=got,
+            remedy="Copy the file again from where it came, or save it again in the program that made it.",
+        )
     return EncodedArray(path, header, open_values, header.offset)
 
 
@@ -108,6 +121,7 @@ def read_idx(path: Path) -> Values:
             "data file",
             expected=f"at most {memory_bytes} bytes, unpacked",
             got=f"{num_bytes}",
+            remedy="Give fewer or smaller images at a time.",
         )
     return array.whole()
 

@@ -275,6 +275,7 @@ def open_npy(path: Path) -> FileArray:
             "data file",
             expected="an npy in C order and native byte order",
             got="another order",
+            remedy="Save it with numpy.save(FILE, numpy.ascontiguousarray(images)).",
         )
     return FileArray(path, header.dtype, header.shape, header.offset)
 
@@ -357,7 +358,12 @@ def read_array(
     array = npz_array(path, name)
     num_bytes = array.header.offset + array.header.num_bytes
     if num_bytes > max_bytes:
-        raise DataError(name, expected=f"at most {max_bytes} bytes, unpacked", got=f"{num_bytes}")
+        raise DataError(
+            name,
+            expected=f"at most {max_bytes} bytes, unpacked",
+            got=f"{num_bytes}",
+            remedy="Give a smaller array.",
+        )
     if array.shape:
         return array.whole()
     with decoding(_NPZ), array.open_values() as handle:
@@ -378,7 +384,12 @@ def _entry(archive: ZipFile, name: str) -> ZipInfo:
     entries = [entry for entry in all_entries if _name(entry) == name]
     if not entries:
         got = f"{len(all_entries)} arrays with other names"
-        raise DataError("data file", expected=f"an array called {name}", got=got)
+        raise DataError(
+            "data file",
+            expected=f"an array called {name}",
+            got=got,
+            remedy="Save the array under this name, such as by numpy.savez(FILE, images=images).",
+        )
     if len(entries) > 1:
         raise ImageError(Reason.AMBIGUOUS, "several arrays of one name in an npz")
     return entries[0]

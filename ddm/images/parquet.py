@@ -163,7 +163,12 @@ class ParquetTable:
         kind = _value_type(self._type(name))
         classes = self.class_names(name)
         if not _is_number(kind):
-            raise DataError(name, expected="a column of text or numbers", got=str(kind))
+            raise DataError(
+                name,
+                expected="a column of text or numbers",
+                got=str(kind),
+                remedy="Save the column as texts or numbers, and not as another type.",
+            )
         numbers = self._numbers(name, is_class=classes is not None)
         if classes is None:
             return numbers
@@ -197,6 +202,7 @@ class ParquetTable:
                         name,
                         expected="a number in every row",
                         got=f"none in row {row}",
+                        remedy="Give every row its value, or leave the row out.",
                     )
                 block = column.to_numpy(zero_copy_only=False)
                 blocks.append(np.asarray(block))
@@ -320,6 +326,7 @@ def _text_array(name: str, texts: Sequence[str]) -> Values:
             name,
             expected=f"at most {MAX_COLUMN_BYTES} bytes",
             got=f"{len(texts)} entries of {max_length} characters each",
+            remedy="Give shorter entries, or divide the data set.",
         )
     return np.array(texts, dtype=np.str_)
 
@@ -344,6 +351,7 @@ def _texts(
                 name,
                 expected=f"at most {max_bytes} bytes a cell",
                 got=f"a cell of {longest}",
+                remedy="Give shorter entries.",
             )
         # The entries that these rows name: a list of them may be much longer than a batch.
         numbers = pc.unique(column.indices).drop_null()
@@ -355,7 +363,12 @@ def _texts(
         indices = column.indices.to_pylist()
         return [text_of_number.get(number) for number in indices]
     if not (_is_number(kind) or pa.types.is_null(kind)):
-        raise DataError(name, expected="a column of text or numbers", got=str(kind))
+        raise DataError(
+            name,
+            expected="a column of text or numbers",
+            got=str(kind),
+            remedy="Save the column as texts or numbers, and not as another type.",
+        )
     return [as_text(cell) for cell in column.to_pylist()]
 
 
@@ -535,7 +548,12 @@ def _pictures(
         _check_complete(column, first)
         c_order = list(range(len(shape)))
         if column.type.permutation not in (None, c_order):
-            raise DataError("images", expected="tensors in C order", got="tensors in another order")
+            raise DataError(
+                "images",
+                expected="tensors in C order",
+                got="tensors in another order",
+                remedy="Save the tensors in C order: numpy.ascontiguousarray(images).",
+            )
         column = column.storage
     values = column
     for depth, side in enumerate(shape):
@@ -553,7 +571,12 @@ def _pictures(
     if values.null_count:
         values_per_row = prod(shape) or 1
         row = first + _first_missing(values) // values_per_row
-        raise DataError("images", expected="numbers", got=f"a missing value in row {row}")
+        raise DataError(
+            "images",
+            expected="numbers",
+            got=f"a missing value in row {row}",
+            remedy="Give every row its value, or leave the row out.",
+        )
     numbers = np.asarray(values.to_numpy(zero_copy_only=False), dtype)
     return numbers.reshape(len(column), *shape)
 
@@ -575,6 +598,7 @@ def _check_lengths(
         "images",
         expected=f"lists of {side}, as in the first row",
         got=f"a list of {length} in row {row}",
+        remedy="Give images of one type and one shape; others belong in another data set.",
     )
 
 
@@ -586,7 +610,12 @@ def _check_complete(
     """Refuse a column without an entry in some row, by the number of the row."""
     if column.null_count:
         row = first + _first_missing(column) // entries_per_row
-        raise DataError("images", expected="an image in every row", got=f"none in row {row}")
+        raise DataError(
+            "images",
+            expected="an image in every row",
+            got=f"none in row {row}",
+            remedy="Give every row its value, or leave the row out.",
+        )
 
 
 def _first_missing(column: Any) -> int:

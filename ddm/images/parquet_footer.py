@@ -201,7 +201,12 @@ def _chunk(fields: dict[int, Any], max_end: int) -> ColumnChunk:
 
 def _no_footer() -> DataError:
     got = "a file that is cut short or of another kind"
-    return DataError("data file", expected="a Parquet file", got=got)
+    return DataError(
+        "data file",
+        expected="a Parquet file",
+        got=got,
+        remedy="Copy the file again from where it came, or save it again in the program that made it.",
+    )
 
 
 def _encrypted() -> ImageError:

@@ -80,7 +80,12 @@ def contact_sheet(
         num_empty = num_after - num_shown
         cells += [_empty_cell(side)] * num_empty
     if not cells:
-        raise DataError("preview", expected="at least one picture", got="an empty folder or array")
+        raise DataError(
+            "preview",
+            expected="at least one picture",
+            got="an empty folder or array",
+            remedy="Name a file or a folder with at least one picture.",
+        )
     _write(cells, 1 + num_after, [_LEGEND, *transform.spec.words], path)
     reasons = []
     for reason, numbers in numbers_by_reason.items():

@@ -71,7 +71,12 @@ def find_readable(path: Path, columns: Columns | None = None) -> DataSet:
         return find_data(path, columns)
     except OSError as error:
         got = os.strerror(error.errno or 0)
-        raise DataError("data", expected="a path that can be read", got=got) from error
+        raise DataError(
+            "data",
+            expected="a path that can be read",
+            got=got,
+            remedy="Name a file or a folder of images that this user can read.",
+        ) from error
 
 
 def _pictures_of(

@@ -96,6 +96,7 @@ class FileArray:
                 "data file",
                 expected=f"{needed_bytes} bytes, as its header says",
                 got=f"{size} bytes",
+                remedy="Copy the file again from where it came, or save it again in the program that made it.",
             )
 
     def read(self, rows: Rows) -> Values:
@@ -124,6 +125,7 @@ class FileArray:
                     "data file",
                     expected="the bytes that its header says",
                     got="a file cut short since",
+                    remedy="Copy the file again from where it came, or save it again in the program that made it.",
                 )
             num_read += num
 
@@ -149,6 +151,7 @@ class JoinedArrays:
                 "data files",
                 expected="rows of one type and one shape in all of them",
                 got=got,
+                remedy="Give images of one type and one shape; others belong in another data set.",
             )
 
     @property

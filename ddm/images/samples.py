@@ -174,6 +174,7 @@ class ImageSet:
                 f"column {name}",
                 expected=f"a column {name}: beside arrays, or of labels and captions in a table",
                 got="pictures without one",
+                remedy="Give the images in one file with this column (npz or Parquet), not as pictures.",
             )
         num_missing = sum(not cell for cell in cells)
         if num_missing:
@@ -181,6 +182,7 @@ class ImageSet:
                 f"column {name}",
                 expected="a value for each image",
                 got=f"none for {num_missing} of {len(cells)} images",
+                remedy="Give the images a column of this kind, with one entry for each of them, in their order.",
             )
         return np.array(cells, dtype=np.str_)
 
@@ -210,7 +212,9 @@ def open_image_set(
     if transform is None or (takes_samples and _holds_samples(data, spec)):
         arrays = data.require_arrays()
         if arrays.name != "images":
-            raise DataError(subject, expected="images", got="latents")
+            raise DataError(
+                subject, expected="images", got="latents", remedy="Give images, and not latents."
+            )
         check_row(*arrays.row, spec)
         return ImageSet(spec, arrays.files, arrays, remarks=tuple(data.remarks()))
     return _transformed(data, Transform(transform, spec), subject)
@@ -255,10 +259,16 @@ def _transformed(
                 subject,
                 expected=f"at most {memory_bytes} bytes of memory",
                 got=f"{needed_bytes} bytes",
+                remedy="Give fewer or smaller images, or raise the limit with --memory.",
             )
     reader.require_all()
     if not stored:
-        raise DataError(subject, expected="at least one", got="an empty folder or array")
+        raise DataError(
+            subject,
+            expected="at least one",
+            got="an empty folder or array",
+            remedy="Name a file or a folder with at least one image.",
+        )
     # Parts of a data set, such as train_images, have columns of their own, which came with the pictures.
     arrays = data.arrays
     if arrays is not None and len(arrays) != len(count_P):
@@ -299,7 +309,12 @@ def read_given_images(path: Path, spec: DataSpec) -> Tensor:
             reader.refuse(named.name, error)
     reader.require_all()
     if not images:
-        raise DataError("picture", expected="at least one", got="an empty folder")
+        raise DataError(
+            "picture",
+            expected="at least one",
+            got="an empty folder",
+            remedy="Name a folder with at least one picture.",
+        )
     return torch.cat(images)
 
 
@@ -331,6 +346,10 @@ def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
             "picture",
             expected=f"values within [{low:g}, {high:g}], or whole numbers",
             got=f"{smallest:g} to {largest:g}",
+            remedy=(
+                "Scale the images to this range, or save whole numbers of 8 or 16 bits, which are scaled "
+                "here."
+            ),
         )
     image = torch.from_numpy(mapped(values, low, high, spec.range))
     return image[None]
@@ -350,7 +369,15 @@ def read_mask(path: Path, spec: DataSpec) -> Tensor:
         mask = read_array(require_file(path, "a mask"), "mask", max_bytes=16 * spec.dim + 4096)
         if mask.dtype.kind not in "bui" or mask.shape != spec.shape[1:]:
             got = f"{mask.dtype} {mask.shape}"
-            raise DataError("mask", expected=f"bool or whole numbers, {spec.shape[1:]}", got=got)
+            raise DataError(
+                "mask",
+                expected=f"bool or whole numbers, {spec.shape[1:]}",
+                got=got,
+                remedy=(
+                    "Scale the images to this range, or save whole numbers of 8 or 16 bits, which are scaled "
+                    "here."
+                ),
+            )
         is_drawn = mask != 0
     else:
         is_drawn = _mask_of_picture(path, spec)
@@ -359,6 +386,7 @@ def read_mask(path: Path, spec: DataSpec) -> Tensor:
             "mask",
             expected="pixels that are not black: there the model draws",
             got="only black pixels",
+            remedy="Paint white what the model should draw.",
         )
     return torch.from_numpy(is_drawn)
 
@@ -368,19 +396,37 @@ def _mask_of_picture(path: Path, spec: DataSpec) -> Mask:
     pictures = [named.picture for named in reader]
     reader.require_all()
     if len(pictures) != 1:
-        raise DataError("mask", expected="one picture", got=str(len(pictures)))
+        raise DataError(
+            "mask",
+            expected="one picture",
+            got=str(len(pictures)),
+            remedy="Name one picture as the mask.",
+        )
     picture = pictures[0]
     _check_size(picture, spec)
     values = picture.values
     if picture.full is None:
-        raise DataError("mask", expected="whole numbers", got=str(values.dtype))
+        raise DataError(
+            "mask",
+            expected="whole numbers",
+            got=str(values.dtype),
+            remedy=(
+                "Draw the mask in black and white, in the size of the pictures: white where the model "
+                "draws."
+            ),
+        )
     low, high = picture.full
     first_channel = values[0]
     # Grey as three equal channels is what most programs save.
     has_equal_channels = values == values[:1]
     is_black_or_white = np.isin(first_channel, (low, high))
     if not has_equal_channels.all() or not is_black_or_white.all():
-        raise DataError("mask", expected="only black and white pixels", got="grey or coloured ones")
+        raise DataError(
+            "mask",
+            expected="only black and white pixels",
+            got="grey or coloured ones",
+            remedy="Save the mask in black and white, as PNG: JPEG makes grey pixels at edges.",
+        )
     return np.asarray(first_channel == high)
 
 
@@ -391,4 +437,5 @@ def _check_size(picture: Picture, spec: DataSpec) -> None:
             "picture",
             expected=expected,
             got=" x ".join(map(str, picture.values.shape[1:])),
+            remedy="Scale or crop the pictures to this size.",
         )

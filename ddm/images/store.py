@@ -233,7 +233,12 @@ def _write_cohort(
             if rows is not None:
                 rows.add(item_columns, len(item.samples))
         if not num_images:
-            raise DataError("images", expected="at least one", got="no picture that the plan takes")
+            raise DataError(
+                "images",
+                expected="at least one",
+                got="no picture that the plan takes",
+                remedy="`silo scan SITE` says why no picture can be used.",
+            )
     handle.seek(0)
     if _write_header(handle, transform, num_images) != header_bytes:
         raise DataError(

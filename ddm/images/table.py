@@ -123,6 +123,7 @@ class Table:
                     "table",
                     expected=f"at most {MAX_ROWS} rows",
                     got=f"row {count + 1}",
+                    remedy="Divide the table.",
                 )
             path = _cell(texts.pop("path"), place)
             if path is None:
@@ -180,6 +181,7 @@ class Table:
                         "table",
                         expected=f"at most {MAX_COLUMNS} columns",
                         got=f"{len(record)}",
+                        remedy="Leave out columns that nobody reads.",
                     )
                 num_columns = len(record)
                 places = self._choose_columns(record)
@@ -198,7 +200,12 @@ class Table:
                 )
             yield f"line {line}", {meaning: record[place] for meaning, place in places.items()}
         if not places:
-            raise DataError("table", expected="a column called path", got="an empty file")
+            raise DataError(
+                "table",
+                expected="a column called path",
+                got="an empty file",
+                remedy="Export the table again: its first line names the columns.",
+            )
 
     def _parquet_records(self) -> Iterator[tuple[str, dict[ColumnName, str | None]]]:
         table = ParquetTable((self.path,))
@@ -310,6 +317,7 @@ def _cell(text: str | None, place: str) -> str | None:
             "table",
             expected=f"at most {MAX_CELL} characters a cell",
             got=f"more in {place}",
+            remedy="Shorten this cell.",
         )
     plain = text.strip()
     if is_missing(visible_text(plain)):

@@ -89,6 +89,7 @@ class Transform:
                 "transform",
                 expected=misfit,
                 got=f"shape {data.shape}, range {data.range}",
+                remedy="Change the table [transform] or [data] of the recipe, so that one fits the other.",
             )
         self.spec = spec
         self.data = data
@@ -212,7 +213,12 @@ class Transform:
         """Refuse what does not fit, by shape and type alone."""
         values = picture.values
         if values.dtype.name not in _TYPES:
-            raise DataError("values", expected=" or ".join(_TYPES), got=values.dtype.name)
+            raise DataError(
+                "values",
+                expected=" or ".join(_TYPES),
+                got=values.dtype.name,
+                remedy="Save the picture in one of these types.",
+            )
         num_plan_axes = len(self.data.shape)
         allowed_axes: tuple[int, ...] = (num_plan_axes,)
         if self.spec.slices:
@@ -239,6 +245,7 @@ class Transform:
                 "spacing",
                 expected="a file that states it, in mm",
                 got="only a ratio of the sides",
+                remedy="Use a file that states its spacing, or a transform without spacing.",
             )
         num_channels = max(self.data.shape[0], values.shape[0])
         needed_bytes = 4 * _NUM_COPIES * num_channels * values[0].size
@@ -247,6 +254,7 @@ class Transform:
                 "picture",
                 expected=f"at most {self._max_bytes} bytes of memory",
                 got=f"{needed_bytes}",
+                remedy="Give fewer or smaller images at a time.",
             )
 
     def _fit(
@@ -267,7 +275,12 @@ class Transform:
         max_bytes = min(self._max_bytes, 4 * values.shape[0] * max_values)
         if needed_bytes > max_bytes:
             got = f"{needed_bytes} after resampling: one side is much too short, or the spacing too fine"
-            raise DataError("picture", expected=f"at most {max_bytes} bytes of memory", got=got)
+            raise DataError(
+                "picture",
+                expected=f"at most {max_bytes} bytes of memory",
+                got=got,
+                remedy="Give fewer or smaller images at a time.",
+            )
         resampled = antialiased(values, size)
         fitted = middle(resampled, shape).clip(low, high)
         padding = low
@@ -299,6 +312,7 @@ def with_channels(
                 "channels",
                 expected=f"more than {last_pick}, to pick from",
                 got=f"{num_in_picture}",
+                remedy="Pick channels that every picture has, in transform.pick of the recipe.",
             )
         return values[list(spec.pick)]
     if spec.channels == "grey" and num_in_picture == 3:
@@ -348,13 +362,19 @@ def bounds(
             or with the same value nearly everywhere.
     """
     if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise DataError("values", expected="finite numbers", got="NaN or infinite values")
+        raise DataError(
+            "values",
+            expected="finite numbers",
+            got="NaN or infinite values",
+            remedy="Correct this picture, or leave it out.",
+        )
     low, high = map(float, _range_bounds(values, picture, spec.range))
     if not high > low:
         raise DataError(
             "values",
             expected="values that differ",
             got="the same value nearly everywhere",
+            remedy="Leave this picture out, or choose another kind of transform.range in the recipe.",
         )
     if not isfinite(high - low):
         raise DataError("values", expected="a finite range", got="numbers too large for one")
@@ -379,6 +399,10 @@ def _range_bounds(
                     "values",
                     expected="a type with a full range, such as 8 bits",
                     got="floating point or 32 bits, which have no bounds of their own",
+                    remedy=(
+                        "Choose another kind of transform.range in the recipe, or save the picture with 8 or 16 "
+                        "bits."
+                    ),
                 )
             return picture.full
         case WindowRange(fallback=fallback):
@@ -389,6 +413,7 @@ def _range_bounds(
                     "window",
                     expected="a window that the file states",
                     got="a file without a window",
+                    remedy="Choose another kind of transform.range in the recipe, or leave the file out.",
                 )
             if fallback == "full":
                 return _range_bounds(values, picture, FullRange())

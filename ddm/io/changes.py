@@ -50,7 +50,10 @@ class Change:
                 str(home / _WAITING),
                 expected="no other change that waits for signatures",
                 got="a change that waits",
-                remedy="Finish it with `aggregator complete`, or discard it with `aggregator complete --abandon`.",
+                remedy=(
+                    "Finish it with `aggregator complete FED`, or discard it with `aggregator complete FED "
+                    "--abandon`."
+                ),
             )
         # What a killed process staged never took effect.
         staged = home / _STAGED

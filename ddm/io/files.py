@@ -239,4 +239,9 @@ def decoding(expected: str) -> Iterator[None]:
     except Exception as error:
         # Decoders of damaged files raise anything, such as IndexError or zlib.error.
         got = f"a file that does not read as one ({type(error).__name__})"
-        raise DataError("data file", expected=expected, got=got) from error
+        raise DataError(
+            "data file",
+            expected=expected,
+            got=got,
+            remedy="Copy the file again from where it came, or save it again in the program that made it.",
+        ) from error

@@ -30,6 +30,10 @@ def check_writable(folders: Iterable[Path]) -> None:
                 str(folder),
                 expected="a folder that this user can write to",
                 got=error.strerror or type(error).__name__,
+                remedy=(
+                    "Let this user write to the folder (chown, chmod u+w), or name another one; then run the "
+                    "command again."
+                ),
             ) from error
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,15 @@ _TORCH_NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+# The word that a wrapper puts before every name, the wrapper, and its attribute that is the network itself.
+_WRAPPERS = (
+    ("_orig_mod.", "torch.compile", "_orig_mod"),
+    ("module.", "DataParallel or DistributedDataParallel", "module"),
+)
+_PICKLE_REMEDY = (
+    "A pickle can run code and is not read. If the file is your own, load it with torch.load and weights_only=True, "
+    "and write it again with safetensors.torch.save_file. If not, ask its sender for safetensors."
+)
 _ALIGNMENT = 8
 _BLOCK_BYTES = 1 << 18  # what is read, hashed and checked together stays in the processor's cache
 _HEADER_ENTRY_BYTES = 160  # the most that a header has for a tensor, without its name
@@ -180,8 +189,15 @@ def check_tensors(
     """
     for name in expected:
         if name not in specs:
+            refuse_wrapped_names(specs, subject)
             raise TensorFileError(
-                subject, expected=f"tensor {name}", got=f"{len(specs)} tensors of other names"
+                subject,
+                expected=f"tensor {name}",
+                got=f"{len(specs)} tensors of other names",
+                remedy=(
+                    "Give the weights of this network, under the names of its state_dict(). If others sent the file, "
+                    "do not use it."
+                ),
             )
     for name, spec in specs.items():
         if name not in expected:
@@ -193,6 +209,25 @@ def check_tensors(
         if spec != expected[name]:
             raise TensorFileError(
                 f"{subject}, tensor {name}", expected=str(expected[name]), got=str(spec)
+            )
+
+
+def refuse_wrapped_names(names: Iterable[str], subject: str) -> None:
+    """Refuse names before which a wrapper around the network put a word, and say how to save them without it.
+
+    Raises:
+        TensorFileError: such names.
+    """
+    for prefix, wrapper, attribute in _WRAPPERS:
+        if all(name.startswith(prefix) for name in names):
+            raise TensorFileError(
+                subject,
+                expected="the names of the network's own tensors",
+                got=f"names that begin with {prefix}, as {wrapper} makes them",
+                remedy=(
+                    "Save the network inside of the wrapper: "
+                    f"safetensors.torch.save_file(net.{attribute}.state_dict(), FILE)."
+                ),
             )
 
 
@@ -395,10 +430,15 @@ def _name_pickle(start: bytes, subject: str) -> None:
     """Report a pickle as that. Called only after the length is refused, since a valid length may look like one too."""
     if start.startswith(b"PK\x03\x04"):
         raise TensorFileError(
-            subject, expected="safetensors", got="a zip archive, as torch.save writes (a pickle)"
+            subject,
+            expected="safetensors",
+            got="a zip archive, as torch.save writes (a pickle)",
+            remedy=_PICKLE_REMEDY,
         )
     if re.match(rb"\x80[\x02-\x05]", start):
-        raise TensorFileError(subject, expected="safetensors", got="a pickle")
+        raise TensorFileError(
+            subject, expected="safetensors", got="a pickle", remedy=_PICKLE_REMEDY
+        )
 
 
 def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, TensorSpec]:

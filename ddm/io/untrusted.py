@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddm.errors import AbsentFileError, DigestError, DocumentError, UnsafePathError
-from ddm.io.paths import MAX_DEPTH, is_safe_name
+from ddm.io.paths import MAX_DEPTH, is_desktop_file, is_safe_name
 
 MAX_FILES = 10_000
 _CHUNK_BYTES = 1 << 20
@@ -37,21 +37,27 @@ class ListedFile:
     bytes: int
 
 
-def list_files(folder: Path, *, max_entries: int = MAX_FILES) -> Mapping[str, ListedFile]:
+def list_files(
+    folder: Path, *, max_entries: int = MAX_FILES, skip_desktop_files: bool = False
+) -> Mapping[str, ListedFile]:
     """List every file below `folder` by its relative path, sorted, before reading any of them.
 
     Raises:
         UnsafePathError: see `walk`.
     """
-    return dict(sorted(walk(folder, max_entries=max_entries)))
+    files = walk(folder, max_entries=max_entries, skip_desktop_files=skip_desktop_files)
+    return dict(sorted(files))
 
 
-def walk(folder: Path, *, max_entries: int = MAX_FILES) -> Iterator[tuple[str, ListedFile]]:
+def walk(
+    folder: Path, *, max_entries: int = MAX_FILES, skip_desktop_files: bool = False
+) -> Iterator[tuple[str, ListedFile]]:
     """Yield every regular file below `folder` with its relative path; the first bad entry ends the walk.
 
     Args:
         folder: no link; where an operator names it, see `ddm.io.files.require_folder`.
         max_entries: how many files and folders it may hold.
+        skip_desktop_files: leave out files that macOS and Windows make, such as `.DS_Store`, without opening them.
 
     Raises:
         UnsafePathError: no folder, a link, a special file, a hidden or odd name, folders too deep, or too many entries.
@@ -59,7 +65,7 @@ def walk(folder: Path, *, max_entries: int = MAX_FILES) -> Iterator[tuple[str, L
     """
     num_entries = 0
     with _open_folder(folder, folder.name) as top:
-        for name, info in _walk_entries(top, "", folder.name):
+        for name, info in _walk_entries(top, "", folder.name, skip_desktop_files):
             # Counted while walking: a list of a hostile folder with millions of entries would fill the memory.
             num_entries += 1
             if num_entries > max_entries:
@@ -68,19 +74,33 @@ def walk(folder: Path, *, max_entries: int = MAX_FILES) -> Iterator[tuple[str, L
                     expected=f"at most {max_entries} files and folders",
                     got=f"more than {max_entries}",
                 )
-            if stat.S_ISREG(info.st_mode):
+            is_skipped = skip_desktop_files and is_desktop_file(name.rpartition("/")[2])
+            if stat.S_ISREG(info.st_mode) and not is_skipped:
                 yield name, ListedFile(folder / name, info.st_size)
 
 
-def _walk_entries(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat_result]]:
+def _walk_entries(
+    folder: int, prefix: str, subject: str, skip_desktop_files: bool
+) -> Iterator[tuple[str, os.stat_result]]:
     """Yield every file, and every folder before it is opened."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
+            is_desktop = skip_desktop_files and is_desktop_file(entry.name)
+            # A folder or a link of such a name is nothing that a desktop makes.
+            if is_desktop and entry.is_file(follow_symlinks=False):
+                yield name, entry.stat(follow_symlinks=False)
+                continue
             if not is_safe_name(entry.name) or prefix.count("/") > MAX_DEPTH:
                 # The name itself, which somebody else chose, is not repeated.
                 raise UnsafePathError(
-                    subject, expected="plain names", got="a name that is hidden, unsafe or too deep"
+                    subject,
+                    expected="plain names",
+                    got="a name that is hidden, unsafe or too deep",
+                    remedy=(
+                        "List everything in this folder, such as by `ls -AR`, and remove what its publisher did not "
+                        "put there; or fetch it again into an empty folder."
+                    ),
                 )
             info = entry.stat(follow_symlinks=False)
             if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
@@ -90,7 +110,7 @@ def _walk_entries(folder: int, prefix: str, subject: str) -> Iterator[tuple[str,
             if stat.S_ISDIR(info.st_mode):
                 # By descriptor and name, not by path: a folder above may be replaced by a link meanwhile.
                 with _open_folder(entry.name, name, folder) as below:
-                    yield from _walk_entries(below, f"{name}/", name)
+                    yield from _walk_entries(below, f"{name}/", name, skip_desktop_files)
 
 
 @contextmanager

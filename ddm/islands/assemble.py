@@ -143,7 +143,10 @@ def _trained_islands(islands: Islands, *, partial: bool) -> tuple[int, ...]:
         f"{len(missing)} of {num_islands} islands",
         expected=expected,
         got=f"none for {_list_numbers(missing)}",
-        remedy=f"Train them: ddm train {islands.path}. One alone: --island {missing[0]}.",
+        remedy=(
+            f"Train them: `ddm train {islands.path}`. One alone: `ddm train {islands.path} --island "
+            f"{missing[0]}`. To publish those that are there, add --partial."
+        ),
     )
 
 

@@ -154,7 +154,7 @@ class Islands(PublisherFolder):
                 str(self.path),
                 expected=f"a folder with {SPLIT_NAME}",
                 got="a folder without it" if self.path.is_dir() else "nothing there",
-                remedy="Make one: ddm split --data PATH --recipe plan.toml --islands K --out DIR.",
+                remedy="Make one: `ddm split --data PATH --recipe plan.toml --islands K --out DIR`.",
             )
         try:
             return Split.parse(

@@ -139,6 +139,7 @@ class LabelledImages:
                 f"{part} images",
                 expected=f"some of the {len(training.present)} islands that are trained",
                 got=f"{len(images)}, all of other islands",
+                remedy="Train further islands: `ddm train DIR`. Then assemble again.",
             )
 
         condition_N = None

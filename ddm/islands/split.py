@@ -217,7 +217,10 @@ def _with_islands(recipe: IslandsRecipe, num_islands: int | None, by: str) -> Is
     num_coarse = num_islands or recipe.clustering.num_coarse
     if not MIN_ISLANDS <= num_coarse <= MAX_ISLANDS:
         raise SetupError(
-            "--islands", expected=f"{MIN_ISLANDS} to {MAX_ISLANDS}", got=str(num_coarse)
+            "--islands",
+            expected=f"{MIN_ISLANDS} to {MAX_ISLANDS}",
+            got=str(num_coarse),
+            remedy="Give a number in this range as --islands.",
         )
     if by != "clusters":
         return recipe

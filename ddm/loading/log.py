@@ -70,7 +70,7 @@ class LogView:
                 subject,
                 expected=f"a checkpoint that this release, of {mine.size} entries, holds a proof for",
                 got=f"one of {signed.size} entries",
-                remedy="Compare both with the whole log: ddm log LOG --root FILE --checkpoint FILE.",
+                remedy="Compare both with the whole log: `ddm log LOG --root FILE --checkpoint FILE`.",
             )
         theirs = ProvenCheckpoint(signed, ConsistencyProofs())
         if state is None:
@@ -131,7 +131,10 @@ def read_log(
     # A federation without a log could show each reader another history.
     if not log_keys:
         raise RootError(
-            "root", expected="the key of the federation's log, log_key", got="a root without it"
+            "root",
+            expected="the key of the federation's log, log_key",
+            got="a root without it",
+            remedy="Take the newest root of this federation; one without log_key was made before its log.",
         )
     keys = tuple(VerifierKey.parse(key) for key in log_keys)
     # Only the newest key counts: an old one that was stolen must not sign new entries.

@@ -65,7 +65,13 @@ class Clusters:
         """
         if not torch.isfinite(self.centroids_FD).all():
             raise PolicyError(
-                "the plan's centroids", expected="finite numbers", got="NaN or infinity"
+                "the plan's centroids",
+                expected="finite numbers",
+                got="NaN or infinity",
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
             )
         _check_indices("coarse cluster", self.coarse_F, num_coarse)
         _check_indices("group", self.group_F, num_groups)
@@ -76,6 +82,10 @@ class Clusters:
                 "the plan's groups",
                 expected="each in one coarse cluster",
                 got=f"{num_groups} groups with {len(pairs)} coarse clusters between them",
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
             )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -102,7 +112,13 @@ def _check_indices(name: str, index_F: Tensor, num: int) -> None:
     highest = int(index_F.max())
     if lowest < 0 or highest >= num:
         raise PolicyError(
-            f"the plan's {name} indices", expected=f"0 to {num - 1}", got=f"{lowest} to {highest}"
+            f"the plan's {name} indices",
+            expected=f"0 to {num - 1}",
+            got=f"{lowest} to {highest}",
+            remedy=(
+                "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                "cannot change that."
+            ),
         )
     num_used = len(torch.unique(index_F))
     if num_used != num:
@@ -110,6 +126,10 @@ def _check_indices(name: str, index_F: Tensor, num: int) -> None:
             f"the plan's {name}s",
             expected=f"{num}, each with a fine centroid",
             got=f"only {num_used} with one",
+            remedy=(
+                "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                "cannot change that."
+            ),
         )
 
 
@@ -151,10 +171,14 @@ def fit_clustering(
             "clustering",
             expected="no more coarse clusters than groups, and no more groups than fine centroids",
             got=f"{num_coarse} coarse clusters, {num_groups} groups, {num_fine} fine centroids",
+            remedy="Correct the three numbers in the table [clustering] of the recipe.",
         )
     if not bool(torch.isfinite(features).all()):
         raise NumericalError(
-            "features of public images", expected="finite numbers", got="NaN or infinity"
+            "features of public images",
+            expected="finite numbers",
+            got="NaN or infinity",
+            remedy="Leave out public images that hold NaN or infinity, or choose another encoder.",
         )
     num_distinct = len(torch.unique(features, dim=0))
     if num_distinct < num_fine:
@@ -162,6 +186,7 @@ def fit_clustering(
             "public images",
             expected=f"at least {num_fine}, one per fine centroid",
             got=f"{num_distinct} distinct",
+            remedy="Give more public images that differ, or lower clustering.num_fine in the recipe.",
         )
     x_ND = features.double().numpy()
     weight_N = np.ones(len(x_ND))
@@ -219,6 +244,7 @@ def _balance(
                 "balancing",
                 expected="a solution of the linear program",
                 got=str(solution.message)[:120],
+                remedy="Set clustering.balanced = false in the recipe, or plan more groups.",
             )
         coarse_before_G = coarse_G
         share_GC = solution.x.reshape(num_rows, num_clusters)
@@ -253,7 +279,10 @@ def _k_means(
             model.fit(x, sample_weight=weight)
         except ConvergenceWarning as error:
             raise DataError(
-                "public images", expected=f"{num} distinct clusters", got=f"fewer in {len(x)} rows"
+                "public images",
+                expected=f"{num} distinct clusters",
+                got=f"fewer in {len(x)} rows",
+                remedy="Give more public images that differ, or lower clustering.num_fine in the recipe.",
             ) from error
     labels = model.labels_.astype(np.int64)
     centroids = np.asarray(model.cluster_centers_, dtype=np.float64)

@@ -199,8 +199,10 @@ def check_licence(base: OpenedBase | None, release_licence: str) -> None:
             "licence of the releases",
             expected=expected,
             got=release_licence,
-            remedy="Choose a base whose licence allows this, or publish under the base's licence: licence in "
-            "federation.toml, or owner.licence in the recipe of ddm split.",
+            remedy=(
+                "Choose a base whose licence allows this, or publish under the base's licence: licence "
+                "in federation.toml, or in the table [owner] of an owner's recipe."
+            ),
         )
 
 

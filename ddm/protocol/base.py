@@ -1,5 +1,6 @@
 """The base of every document: strict frozen models, bounded parsing, one canonical encoding, checked names."""
 
+import codecs
 import hashlib
 import json
 import re
@@ -23,6 +24,11 @@ _MAX_ERRORS = 1000
 # RFC 8785 writes no integer that a double cannot hold.
 MAX_INTEGER = 2**53 - 1
 _MAX_INTEGER_DIGITS = 32
+# For a text that is signed as bytes, and has other bytes of the same meaning.
+REWRITTEN_FILE_REMEDY = (
+    "An editor or a mail program changed this file. Ask for it again, as an attachment or in a zip archive, and save "
+    "it without opening it."
+)
 UNSHOWN_TEXT = "text with control, invisible or direction-changing characters"
 
 # A silo's name has no hyphen: an expert's name, SILO or SILO-NUMBER, is then never that of another silo's expert.
@@ -198,6 +204,27 @@ def _field_names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(names)
 
 
+def change_on_the_way(data: bytes) -> str | None:
+    """Name what an editor or a mail program did to a text that others wrote; None where nothing is seen.
+
+    The toolkit writes no byte order mark and no CR LF, and signs bytes: either of them makes a signature invalid.
+    """
+    mark = _byte_order_mark(data)
+    if mark is not None:
+        return mark
+    if b"\r\n" in data:
+        return "line ends of Windows (CR LF)"
+    return None
+
+
+def _byte_order_mark(data: bytes) -> str | None:
+    if data.startswith(codecs.BOM_UTF8):
+        return "a byte order mark before the text"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "text in UTF-16"
+    return None
+
+
 def check_json(data: bytes, *, subject: str, limit: int) -> Any:
     """Refuse bytes that are too large, not UTF-8 JSON, nested too deeply, of too many values, or with a duplicate name.
 
@@ -209,6 +236,9 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
     """
     if len(data) > limit:
         raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{len(data)} bytes")
+    mark = _byte_order_mark(data)
+    if mark is not None:
+        raise DocumentError(subject, expected="UTF-8 JSON", got=mark, remedy=REWRITTEN_FILE_REMEDY)
     _check_structure(data, subject)
     try:
         return json.loads(

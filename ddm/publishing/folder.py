@@ -37,7 +37,10 @@ class PublisherFolder:
         Raises:
             MissingFileError: its holders have not signed it yet.
         """
-        remedy = "The holders of root sign it first: aggregator status shows whose signatures are missing."
+        remedy = (
+            "The holders of root sign it first: `aggregator status FED` shows whose signatures are "
+            "missing."
+        )
         root = require_file(self.tuf / "1.root.json", "the federation's root of trust", remedy)
         return sha256_file(root)
 

@@ -65,8 +65,10 @@ def load_model_signing_key(
             path.name,
             expected="a P-256 key",
             got="a key of another algorithm",
-            remedy="Restore keys/model-signing.key from backup, or make a new one: "
-            "aggregator rotate FED model-signing.",
+            remedy=(
+                "Restore keys/model-signing.key from backup, or make a new one: `aggregator rotate FED "
+                "model-signing`."
+            ),
         )
     return key
 

@@ -175,7 +175,7 @@ def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> Http
             subject,
             expected=f"an answer from {urlsplit(witness.url).netloc}",
             got=str(reason)[:200],
-            remedy="The release is published all the same. Ask again: aggregator log.",
+            remedy="The release is published all the same. Ask again: `aggregator log FED`.",
         ) from error
 
 

@@ -153,7 +153,15 @@ def refuse_worse_than_prior(
     if low > 0:
         got = f"{value:.4f} nats worse, 95% interval {low:.4f} to {high:.4f}"
         subject = f"{name} router on public data"
-        raise RefusedError(subject, expected="at least as good as the prior", got=got)
+        raise RefusedError(
+            subject,
+            expected="at least as good as the prior",
+            got=got,
+            remedy=(
+                "Train it longer or with more public images, or plan another router.kind; releases with "
+                "the prior alone need none."
+            ),
+        )
     return value, low, high
 
 

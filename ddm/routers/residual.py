@@ -177,7 +177,12 @@ def fit_residual(
         loss = data.batch_loss(residual)
         if not bool(torch.isfinite(loss)):
             got = f"{float(loss)} at step {step}"
-            raise NumericalError("router training", expected="a finite loss", got=got)
+            raise NumericalError(
+                "router training",
+                expected="a finite loss",
+                got=got,
+                remedy="Use a smaller router.learning_rate in the recipe.",
+            )
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()

@@ -238,7 +238,15 @@ def draw_from_experts(
         num_broken = num - int(is_finite_N.sum())
         if num_broken:
             got = f"NaN or infinity in {num_broken} of {num}"
-            raise NumericalError(f"expert {e}", expected="finite images", got=got)
+            raise NumericalError(
+                f"expert {e}",
+                expected="finite images",
+                got=got,
+                remedy=(
+                    "Take more steps; if that does not help, this expert cannot be published: `aggregator "
+                    "withdraw FED SILO --reason TEXT`."
+                ),
+            )
         if on_progress:
             on_progress(e + 1, len(experts), float("nan"))
     return torch.stack(drawn)

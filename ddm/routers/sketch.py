@@ -81,7 +81,12 @@ class Sketch:
         has_images_G = size_G > 0
         if len(size_G) != num_groups or not bool(has_images_G.all()):
             got = f"images in {int(has_images_G.sum())} of {num_groups} groups"
-            raise DataError("public images", expected="at least one in every group", got=got)
+            raise DataError(
+                "public images",
+                expected="at least one in every group",
+                got=got,
+                remedy="Give more public images, or plan fewer groups (clustering.num_groups in the recipe).",
+            )
         mean_GR, cov_GRR = _group_moments(s_NR, group_N, size_G)
         return cls(
             basis_RD=basis_RD,
@@ -194,13 +199,29 @@ class Sketch:
             self.group_weight_G,
         )
         if not all(bool(torch.isfinite(part).all()) for part in parts):
-            raise PolicyError("the plan's sketch", expected="finite numbers", got="NaN or infinity")
+            raise PolicyError(
+                "the plan's sketch",
+                expected="finite numbers",
+                got="NaN or infinity",
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
+            )
         # Images are divided by it: near 0 all would overflow and count as 0, near infinity all would vanish in the
         # noise.
         smallest_scale, largest_scale = _SCALES
         if not smallest_scale <= self.scale <= largest_scale:
             expected = f"{smallest_scale:g} to {largest_scale:g}"
-            raise PolicyError("the plan's sketch scale", expected=expected, got=f"{self.scale:g}")
+            raise PolicyError(
+                "the plan's sketch scale",
+                expected=expected,
+                got=f"{self.scale:g}",
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
+            )
         basis_RD = self.basis_RD.double()
         gram_RR = basis_RD @ basis_RD.T
         identity_RR = torch.eye(self.rank, dtype=torch.float64)
@@ -208,7 +229,13 @@ class Sketch:
         if off > _TOLERANCE:
             expected = f"orthonormal rows, to {_TOLERANCE:g}"
             raise PolicyError(
-                "the plan's sketch basis", expected=expected, got=f"rows that deviate by {off:g}"
+                "the plan's sketch basis",
+                expected=expected,
+                got=f"rows that deviate by {off:g}",
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
             )
         share_G = self.group_weight_G.double()
         smallest_share = float(share_G.min())
@@ -216,7 +243,13 @@ class Sketch:
         if smallest_share <= 0 or abs(total - 1) > _TOLERANCE:
             got = f"shares from {smallest_share:g} that sum to {total:g}"
             raise PolicyError(
-                "the plan's group shares", expected="shares above 0 that sum to 1", got=got
+                "the plan's group shares",
+                expected="shares above 0 that sum to 1",
+                got=got,
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
             )
         cov_GRR = self.group_cov_GRR.double()
         asymmetry = float((cov_GRR - cov_GRR.mT).abs().max())
@@ -225,7 +258,13 @@ class Sketch:
         if not asymmetry <= _TOLERANCE or not smallest > 0:
             got = f"a smallest eigenvalue of {smallest:g} and an asymmetry of {asymmetry:g}"
             raise PolicyError(
-                "the plan's group covariances", expected="positive definite matrices", got=got
+                "the plan's group covariances",
+                expected="positive definite matrices",
+                got=got,
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
             )
 
     def tensors(self) -> dict[str, Tensor]:

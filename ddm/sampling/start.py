@@ -211,4 +211,9 @@ def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
         got = f"{tensor.dtype} of shape {tensor_shape}".removeprefix("torch.")
         raise ShapeError(name, expected=expected, got=got)
     if not bool(tensor.isfinite().all()):
-        raise NumericalError(name, expected="finite numbers", got="NaN or infinity")
+        raise NumericalError(
+            name,
+            expected="finite numbers",
+            got="NaN or infinity",
+            remedy="Correct the images that were given: they hold NaN or infinity.",
+        )

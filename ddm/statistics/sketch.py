@@ -40,7 +40,15 @@ class Sketches(Statistic):
         """What the plan requires of the sketches."""
         terms = self.statistics.sketch
         if terms is None:
-            raise PolicyError("plan", expected="the statistic sketch", got="a plan without it")
+            raise PolicyError(
+                "plan",
+                expected="the statistic sketch",
+                got="a plan without it",
+                remedy=(
+                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
+                    "cannot change that."
+                ),
+            )
         return terms
 
     @property

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -62,6 +63,19 @@ NewPassphraseOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class ResumableCommand:
+    """A command that goes on where it was interrupted; all others begin again.
+
+    Attributes:
+        name: as it is typed after the program.
+        kept: a sentence about what it keeps.
+    """
+
+    name: str
+    kept: str
+
+
 def new_program(help_text: str) -> typer.Typer:
     """Make a program of several commands; before them it takes the options that choose what is logged, and how."""
     app = new_app(help_text)
@@ -86,15 +100,47 @@ def new_app(help_text: str) -> typer.Typer:
     )
 
 
-def run_app(app: typer.Typer, args: Sequence[str] | None = None) -> NoReturn:
-    """Run a group of commands and leave with a documented exit code; a stack trace never reaches the operator."""
+def run_app(
+    app: typer.Typer,
+    args: Sequence[str] | None = None,
+    *,
+    resumable: Sequence[ResumableCommand] = (),
+) -> NoReturn:
+    """Run a group of commands and leave with a documented exit code; a stack trace never reaches the operator.
+
+    Args:
+        app: the commands.
+        args: what is typed after the program; the words of the command line when None.
+        resumable: the commands that go on where they were interrupted.
+    """
     start_logging(LogOptions.from_environment())
+    interruption = "Interrupted. What was not finished is not kept; the same command begins again."
+    typed_command = _typed_command(args)
+    for command in resumable:
+        if command.name == typed_command:
+            interruption = f"Interrupted. {command.kept} The same command goes on from there."
     with interrupted_by_sigterm() as came:
-        code = _run(app, args, came)
+        code = _run(app, args, came, interruption)
     sys.exit(code)
 
 
-def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[int]]) -> int:
+def _typed_command(args: Sequence[str] | None) -> str | None:
+    """Return the first word that is no option: options before a command take no values."""
+    words = sys.argv[1:]
+    if args is not None:
+        words = list(args)
+    for word in words:
+        if not word.startswith("-"):
+            return word
+    return None
+
+
+def _run(
+    app: typer.Typer,
+    args: Sequence[str] | None,
+    came: Callable[[], set[int]],
+    interruption: str,
+) -> int:
     try:
         code = app(args=args, standalone_mode=False)
         sys.stdout.flush()
@@ -104,7 +150,7 @@ def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[in
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        return _interrupted(came())
+        return _interrupted(came(), interruption)
     except (BrokenPipeError, SystemExit):
         # The reader left, as `head` does; Typer makes a SystemExit of it.
         # Python flushes standard output at exit, and would print an error about the closed pipe.
@@ -116,11 +162,11 @@ def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[in
         # A signal in the middle of an import surfaces as whatever that module makes of it.
         signals = came()
         if signals:
-            return _interrupted(signals)
+            return _interrupted(signals, interruption)
         return _unexpected(error)
     # Typer turns KeyboardInterrupt into this code.
     if code == EXIT_INTERRUPTED:
-        return _interrupted(came())
+        return _interrupted(came(), interruption)
     return code if isinstance(code, int) else 0
 
 
@@ -145,8 +191,12 @@ def fail(error: ArchipelagoError) -> int:
         say(f"  expected: {error.expected}", error=True)
     if error.got:
         say(f"  found:    {error.got}", error=True)
-    say(f"  to do:    {error.remedy}", error=True)
+    _say_remedy(error.remedy)
     return error.exit_code
+
+
+def _say_remedy(remedy: str) -> None:
+    say(f"  to do:    {remedy}", error=True)
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -478,8 +528,8 @@ def _is_number(text: str) -> bool:
     return text.translate(_SIGNS_OF_NUMBERS).isdigit()
 
 
-def _interrupted(signals: set[int]) -> int:
-    say("\nInterrupted. Nothing is lost; run the same command to go on.", error=True)
+def _interrupted(signals: set[int], interruption: str) -> int:
+    say(f"\n{interruption}", error=True)
     if signal.SIGTERM in signals:
         return EXIT_TERMINATED
     return EXIT_INTERRUPTED
@@ -493,7 +543,7 @@ def _os_refused(error: OSError) -> int:
     elif error.errno in _FORBIDDEN:
         remedy = "Check who owns this path and what they may do with it, then run it again."
     say(f"error: the operating system refused{named}: {error.strerror or error}", error=True)
-    say(f"  to do:    {remedy}", error=True)
+    _say_remedy(remedy)
     return EXIT_OS
 
 
@@ -504,5 +554,5 @@ def _unexpected(error: Exception) -> int:
     ) as log:
         traceback.print_exception(error, file=log)
     say(f"error: something unexpected happened ({type(error).__name__}).", error=True)
-    say(f"  to do:    {ArchipelagoError.default_remedy} The log is {log.name}", error=True)
+    _say_remedy(f"{ArchipelagoError.default_remedy} The log is {log.name}.")
     return ArchipelagoError.exit_code

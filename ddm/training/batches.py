@@ -37,7 +37,12 @@ class Examples:
         if len(shape) < 2:
             raise ShapeError("images", expected="shape (N, ...)", got=str(shape))
         if not len(self.images):
-            raise DataError("images", expected="at least 1 image", got="0 images")
+            raise DataError(
+                "images",
+                expected="at least 1 image",
+                got="0 images",
+                remedy="Give at least one image.",
+            )
         if self.labels is not None and len(self.labels) != len(self.images):
             raise ShapeError(
                 "labels", expected=f"{len(self.images)}, one per image", got=str(len(self.labels))

@@ -27,8 +27,9 @@ _TORCHRUN = re.compile(
     r"|\baccelerate(?:\.commands\.|\s+)launch\b"
 )
 TORCHRUN_REMEDY = (
-    "On one machine, leave training.launcher out and set training.processes in silo.toml, or use ddm train "
-    "--processes N; on several machines, let srun, mpirun or Kubernetes start the processes."
+    "On one machine, leave training.launcher out and set training.processes in silo.toml, or "
+    "use `ddm train DIR --processes N`; on several machines, let srun, mpirun or Kubernetes "
+    "start the processes."
 )
 Word = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 

@@ -63,7 +63,7 @@ def training_process(engine: Engine) -> TrainingProcess:
             "training.processes",
             expected=f"{num_processes(engine)} processes",
             got="1 process",
-            remedy="Train by ddm train --processes N, or by a silo's worker with training.processes.",
+            remedy="Train by `ddm train DIR --processes N`, or by a silo's worker with training.processes.",
         )
     return SingleProcess(engine)
 

@@ -346,7 +346,10 @@ class JobFolder:
                 str(self.path),
                 expected="a job's folder, with job.json",
                 got="a folder without it" if self.path.is_dir() else "nothing there",
-                remedy="Name the folder that a silo's worker or ddm train made, as every machine of the job sees it.",
+                remedy=(
+                    "Name the folder that a silo's worker or `ddm train DIR` made, as every machine of the "
+                    "job sees it."
+                ),
             )
         # Bounded: a job's folder may be on a disk that others can write.
         job = TrainingJob.parse(read_bounded(self.job, MAX_JOB_BYTES), subject=self.job.name)

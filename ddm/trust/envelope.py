@@ -11,7 +11,7 @@ import rfc8785
 from pydantic import StringConstraints
 
 from ddm.errors import DocumentError, SignatureError
-from ddm.protocol.base import Document, KeyText
+from ddm.protocol.base import REWRITTEN_FILE_REMEDY, Document, KeyText, change_on_the_way
 from ddm.trust.keys import PublicKey, SigningKey
 
 _KIND = r"[a-z][a-z0-9-]{0,31}"
@@ -94,7 +94,8 @@ def open_sealed(
         raise DocumentError(
             kind,
             expected="canonical JSON (RFC 8785)",
-            got="another encoding of the same values",
+            got=change_on_the_way(data) or "another encoding of the same values",
+            remedy=REWRITTEN_FILE_REMEDY,
         )
     signer = PublicKey.parse(envelope.key)
     # The envelope names its key itself. Only a comparison with a key that the caller trusts makes this a proof.

@@ -23,7 +23,7 @@ from tuf.api.serialization import DeserializationError
 from tuf.api.serialization.json import CanonicalJSONSerializer
 
 from ddm.errors import DocumentError, ExpiredError, FormatError, SignatureError
-from ddm.protocol.base import check_json
+from ddm.protocol.base import REWRITTEN_FILE_REMEDY, change_on_the_way, check_json
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.schema import check_schema
 
@@ -61,7 +61,8 @@ def parse_metadata(
         raise DocumentError(
             subject,
             expected="canonical metadata bytes",
-            got="another encoding of the same metadata",
+            got=change_on_the_way(data) or "another encoding of the same metadata",
+            remedy=REWRITTEN_FILE_REMEDY,
         )
     # One key's signature twice could count twice towards a threshold.
     keyids = [signature["keyid"] for signature in value["signatures"]]
@@ -104,7 +105,8 @@ def parse_payload(data: bytes, kind: type[T], subject: str) -> T:
         raise DocumentError(
             subject,
             expected="canonical bytes",
-            got="another encoding of the same metadata",
+            got=change_on_the_way(data) or "another encoding of the same metadata",
+            remedy=REWRITTEN_FILE_REMEDY,
         )
     _check_keyids(signed, subject)
     return signed

@@ -238,7 +238,10 @@ def verify_bundle_metadata(
 def _verify_folder(folder: Path, root: bytes, options: _VerificationOptions) -> VerifiedRelease:
     # The operator may name a link; below the folder no link is followed.
     folder = require_folder(folder, "a folder")
-    entries = list_files(folder)
+    # A person who looked at a release on a desktop left its files there. Nobody takes them for signed ones, and nothing
+    # opens them. A bundle came from a machine.
+    skip_desktop_files = options.kind is FolderKind.RELEASE
+    entries = list_files(folder, skip_desktop_files=skip_desktop_files)
     versions = _open_version_store(options.state, root)
     metadata = _verify_metadata_files(folder, entries, root, options, versions)
     scope = metadata.plan_id

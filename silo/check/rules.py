@@ -246,7 +246,7 @@ def _keys(facts: SiteFacts) -> Iterator[Finding]:
             "private/silo.key",
             expected="a key that a passphrase encrypts",
             got="a key that opens without one",
-            remedy="Replace it: silo rotate SITE --out card.json, with a passphrase.",
+            remedy="Replace it with one that has a passphrase: `silo rotate SITE --out card.json`.",
         )
     settings = facts.settings
     # Everything is verified from this root: whoever can replace the file decides which plans this site accepts.
@@ -294,7 +294,7 @@ def _text_reader(facts: SiteFacts) -> Iterator[Finding]:
             "burned-in text",
             expected="a second opinion",
             got="tesseract is not installed: burned-in text is looked for by shapes alone",
-            remedy="apt-get install tesseract-ocr",
+            remedy="Install it: `apt-get install tesseract-ocr`.",
             level="warn",
         )
 
@@ -305,7 +305,7 @@ def _work(facts: SiteFacts) -> Iterator[Finding]:
             "last run",
             expected="no problem",
             got=facts.problem,
-            remedy="Fix that, then: silo run SITE.",
+            remedy="Fix that, then: `silo run SITE`.",
             level="warn",
         )
 

@@ -141,7 +141,7 @@ def _decisions(site: Path) -> "DecisionLog":
             str(decisions.folder),
             expected="this site's log of decisions",
             got="nothing there",
-            remedy="It is made with the first decision, and when the worker starts: silo run SITE.",
+            remedy="It is made with the first decision, and when the worker starts: `silo run SITE`.",
         )
     return decisions
 

@@ -166,13 +166,19 @@ def review(
         return
     # These options would change nothing in the review of a submission.
     if data or private or listed or clear or leave_out:
-        remedy = "silo review --images with the same options; or silo review SITE for a submission."
+        remedy = (
+            "For images, repeat it with --images: `silo review SITE --images`. For a submission, "
+            "name the site alone: `silo review SITE`."
+        )
         raise SetupError(
             "review", expected="--images with these options", got="no --images", remedy=remedy
         )
     if site is None:
         raise SetupError(
-            "review", expected="the site's folder", got="no SITE", remedy="silo review SITE"
+            "review",
+            expected="the site's folder",
+            got="no SITE",
+            remedy="Name the site: `silo review SITE`.",
         )
 
     from silo.review.command import review_submission
@@ -343,7 +349,10 @@ def _plan_to_waive(site: Site, plan_digest: str | None) -> str:
             "waive",
             expected="a plan in work, or --plan-digest",
             got=f"state {state.state}",
-            remedy="Run `silo run SITE` first, or give --plan-digest, as the aggregator's operator reads it out.",
+            remedy=(
+                "Let the site take the plan first: `silo run SITE`. Or give --plan-digest, as the "
+                "aggregator's operator reads it out."
+            ),
         )
     return state.plan_digest
 

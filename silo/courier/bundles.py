@@ -138,6 +138,7 @@ def _put_bundle(target: Path, home: Path) -> None:
                 str(home),
                 expected="a bundle that nobody reads",
                 got="one that the worker is reading",
+                remedy="Nothing to do: the courier tries again by itself.",
             )
         remove(home / "bundle")
         move_into_place(target, home / "bundle")
@@ -147,7 +148,15 @@ def _check_index(files: Sequence[IndexEntry], plan_id: str, bundle_bytes: int) -
     """Refuse an index that does not describe a bundle of this plan within the site's bounds."""
     num_bytes = sum(entry.num_bytes for entry in files)
     if num_bytes > bundle_bytes:
-        raise PolicyError("bundle", expected=f"at most {bundle_bytes} bytes", got=f"{num_bytes}")
+        raise PolicyError(
+            "bundle",
+            expected=f"at most {bundle_bytes} bytes",
+            got=f"{num_bytes}",
+            remedy=(
+                "Raise max_bundle_bytes in silo.toml, or ask the aggregator for a plan with a smaller "
+                "encoder or autoencoder."
+            ),
+        )
     num_without_digest = sum(entry.digest is None for entry in files)
     if num_without_digest:
         raise DocumentError(
@@ -169,6 +178,10 @@ def _check_index(files: Sequence[IndexEntry], plan_id: str, bundle_bytes: int) -
             "bundle metadata",
             expected=f"at most {MAX_METADATA_BYTES} bytes",
             got=f"{metadata_bytes}",
+            remedy=(
+                "Raise max_bundle_bytes in silo.toml, or ask the aggregator for a plan with a smaller "
+                "encoder or autoencoder."
+            ),
         )
 
 

@@ -172,12 +172,14 @@ class Courier:
             BusyError: another courier works on this site.
         """
         require_file(
-            self._courier / "node.key", "the node key", remedy="Make the site with `silo init`."
+            self._courier / "node.key",
+            "the node key",
+            remedy="Restore it from backup; only `silo init SITE --help` makes a new site, with other keys.",
         )
         require_file(
             self._courier / "ca.pem",
             "the federation's certificate",
-            remedy="Make the site with `silo init`.",
+            remedy="Restore it from backup; only `silo init SITE --help` makes a new site, with other keys.",
         )
         # Flower lets one SuperNode of a key connect at a time: a second courier would never be let in.
         self._stack.enter_context(locked(self._courier, "courier"))

@@ -29,7 +29,7 @@ _PREFIX = "texts-"
 _TEXTS_BETWEEN_SAVES = 1024  # of the progress
 _FLOAT_BYTES = 4
 _log = logging.getLogger(__name__)
-_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: silo withdraw."
+_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: `silo withdraw SITE`."
 
 
 def check_encoder(plan: Plan, settings: SiloSettings) -> None:

@@ -141,11 +141,22 @@ def load_cohort(
     num_pictures = num_images // per_picture
     if num_pictures < request.min_images:
         expected = f"at least {request.min_images}, as plan and policy require"
-        raise DataError("images", expected=expected, got=f"{num_pictures}")
+        raise DataError(
+            "images",
+            expected=expected,
+            got=f"{num_pictures}",
+            remedy=(
+                "Add images. If none can be added, this site cannot take part in this plan: `silo "
+                "withdraw SITE`."
+            ),
+        )
     is_latent = arrays.name == "latents"
     if is_latent and request.latent_shape is None:
         raise DataError(
-            "data", expected="images: this plan's experts have no autoencoder", got="latents"
+            "data",
+            expected="images: this plan's experts have no autoencoder",
+            got="latents",
+            remedy="Name images as data in silo.toml, and not latents.",
         )
 
     # The digest covers the columns that a plan uses, so that the same images with other labels are other data.
@@ -159,7 +170,15 @@ def load_cohort(
     num_units = int(unit_N.max()) + 1
     # The statistics and clipping of a single unit would be that unit.
     if num_units < 2:
-        raise DataError(f"{request.unit}s", expected="at least 2", got="1")
+        raise DataError(
+            f"{request.unit}s",
+            expected="at least 2",
+            got="1",
+            remedy=(
+                "Add images of other patients, or check the column of patients: all images carry the "
+                "same entry."
+            ),
+        )
     label_N = None
     if request.plan_classes is not None and request.site_classes is not None:
         site_labels = read_column(arrays, "labels")

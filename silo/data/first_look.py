@@ -172,7 +172,7 @@ def count_units(
             "images",
             expected="at least one that can be used",
             got="files that a scan cannot use",
-            remedy="`silo scan` says what is wrong with each file.",
+            remedy="See what is wrong with each file, and correct it: `silo scan SITE`.",
         )
     return counts
 
@@ -226,9 +226,19 @@ def _problems(data: DataSet) -> list[DataError]:
 def _array_problems(arrays: ImageArrays) -> Iterator[DataError]:
     dtype, shape = arrays.row
     if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
-        yield DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
+        yield DataError(
+            "image values",
+            expected="floating point, uint8 or uint16",
+            got=str(dtype),
+            remedy="Convert the images first, such as by images.astype(numpy.float32).",
+        )
     if not 1 <= len(shape) <= 4 or 0 in shape:
-        yield DataError("image shape", expected="(H, W), (C, H, W) or (C, D, H, W)", got=str(shape))
+        yield DataError(
+            "image shape",
+            expected="(H, W), (C, H, W) or (C, D, H, W)",
+            got=str(shape),
+            remedy="Save each image as a row of one of these shapes.",
+        )
     for name in sorted(arrays.columns & _COLUMNS):
         try:
             check_length(name, arrays.column_shape(name), len(arrays))

@@ -35,7 +35,7 @@ from silo.data.cohort import Cohort
 
 _PREFIX = "latents-"
 _BLOCKS_IN_MEMORY = 16  # of the autoencoder's, before they are written
-_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: silo withdraw."
+_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: `silo withdraw SITE`."
 
 
 def keep_latents(

@@ -37,8 +37,8 @@ _LABELS_REMEDY = (
     "Give every image its class, in a column label of the images' table; or leave its row out."
 )
 _CLASSES_REMEDY = (
-    "Write the classes by name, or by number as data.classes in policy.toml, else the plan, counts them; "
-    "`silo scan` counts the labels of this site."
+    "Write the classes by name, or by number as data.classes in policy.toml, else the plan, "
+    "counts them; `silo scan SITE` counts the labels of this site."
 )
 _log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class _CohortBuilder:
                 "images",
                 expected="at least one that can be used",
                 got=got,
-                remedy="`silo scan` says what is wrong with each file.",
+                remedy="See what is wrong with each file, and correct it: `silo scan SITE`.",
             )
         refuse_all(list(self._problems(num, missing)))
         return num
@@ -295,6 +295,7 @@ class _CohortBuilder:
                 "captions",
                 expected=f"at most {MAX_CAPTION} characters each",
                 got=f"longer ones at {missing.long_captions} of {num} images",
+                remedy="Shorten these texts.",
             )
         if self.required.captions and not missing.has_caption:
             yield DataError(

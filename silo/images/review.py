@@ -146,7 +146,7 @@ class Review:
                 remedy = f"Take a number from 1 to {len(sheet)}."
             else:
                 got = "no sheet"
-                remedy = "Draw one: silo scan --preview FILE.png --plan FILE."
+                remedy = "Draw one: `silo scan SITE --preview FILE.png --plan FILE`."
             raise MissingFileError(
                 subject,
                 expected="a picture with this number",
@@ -160,7 +160,7 @@ class Review:
                 subject,
                 expected="the picture that was drawn",
                 got="a picture that has changed or no longer exists",
-                remedy="Draw the sheet again: silo scan --preview FILE.png --plan FILE.",
+                remedy="Draw the sheet again: `silo scan SITE --preview FILE.png --plan FILE`.",
             )
         return self._numbers[name]
 

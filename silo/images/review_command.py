@@ -48,7 +48,10 @@ def review_images(
     source = image_source(site, data, private)
     folder = source.folder
     if not (folder / DATABASE).is_file():
-        remedy = "Scan first: silo scan, with the same SITE, --data and --private."
+        remedy = (
+            "Scan first: `silo scan SITE`; or, without a site, `silo scan --data PATH --private "
+            "DIR`."
+        )
         raise MissingFileError(
             str(folder),
             expected="the result of a scan",
@@ -174,8 +177,11 @@ def _named(
             str(name),
             expected=expected,
             got="none there",
-            remedy="Name a picture that `silo review --images --list` shows, a file of the last scan, or a number on "
-            "the last preview sheet. To accept pictures that were left out, use the page.",
+            remedy=(
+                "Name a picture that `silo review SITE --images --list` shows, a file of the last scan, "
+                "or a number on the last preview sheet. To accept pictures that were left out, use the "
+                "page: `silo review SITE --images`."
+            ),
         )
     return numbers
 

@@ -73,7 +73,9 @@ def read_index(folder: Path) -> list[SheetPicture]:
             pictures.append(SheetPicture(file_path, place, row["pixels"]))
         return pictures
     except (KeyError, ValueError, TypeError, csv.Error) as error:
-        remedy = "Delete it, and draw the sheet again: silo scan --preview."
+        remedy = (
+            "Delete it, and draw the sheet again: `silo scan SITE --preview FILE.png --plan FILE`."
+        )
         raise SetupError(
             str(path),
             expected="numbers and files",

@@ -104,6 +104,7 @@ class ImageSource:
                 "images",
                 expected="images of a part that is used (data.parts)",
                 got="only images of other parts",
+                remedy="Correct data.parts in silo.toml: no image belongs to a part that it names.",
             )
         return SelectedRows(arrays, np.flatnonzero(is_used))
 

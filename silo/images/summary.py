@@ -192,7 +192,9 @@ class Summary:
         if self.accepted:
             return
         got = "no files at all"
-        remedy = "silo scan --data PATH says what is wrong, and where the private list of files is."
+        remedy = (
+            "See what is wrong, and where the private list of files is: `silo scan --data PATH`."
+        )
         if is_reported:
             remedy = "Do what the report says, then scan again."
         if self.quarantined:

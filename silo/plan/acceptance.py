@@ -242,8 +242,11 @@ def _check_own_key(
         f"plan {plan_id}: key of silo {silo_id}",
         expected=f"this silo's key, {key.short}",
         got=got,
-        remedy="After `silo rotate`, give the aggregator the new card and ask for another plan. Otherwise ask who "
-        "holds that key, and answer no plan of this federation until you know.",
+        remedy=(
+            "After `silo rotate SITE --out card.json`, give the aggregator the new card and ask for "
+            "another plan. Otherwise ask who holds that key, and answer no plan of this federation "
+            "until you know."
+        ),
     )
 
 
@@ -255,7 +258,10 @@ def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
     if card_size == plan_size:
         return
     subject = f"plan {plan.plan_id}: agreed size of {silo_id}"
-    remedy = "Give the aggregator this site's present card (silo enroll), and ask for a new plan."
+    remedy = (
+        "Give the aggregator this site's present card, and ask for a new plan: `silo enroll SITE "
+        "--out card.json`."
+    )
     if card_size is None:
         raise PolicyError(
             subject,

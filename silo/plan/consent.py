@@ -105,7 +105,15 @@ def record_acceptance(site: Site, plan_digest: str) -> WaitingPlan | None:
     # Exactly the plan that a person read about: the aggregator may have signed another one meanwhile.
     if waiting and waiting.plan_digest != plan_digest:
         expected = f"the digest of the plan that waits, {waiting.plan_digest}"
-        raise ApprovalError("acceptance of a plan", expected=expected, got=ascii(plan_digest[:80]))
+        raise ApprovalError(
+            "acceptance of a plan",
+            expected=expected,
+            got=ascii(plan_digest[:80]),
+            remedy=(
+                "Run `silo status SITE`: it shows the plan that waits, and the command that accepts it "
+                "with its digest."
+            ),
+        )
     consent = PlanConsent(plan_digest=plan_digest)
     write_atomic(_consent_path(site), consent.encode(), mode=0o600)
     return waiting

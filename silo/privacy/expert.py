@@ -44,8 +44,10 @@ class PaidTraining:
                 "private training",
                 expected="a debit for which no expert was trained",
                 got="one whose expert was trained, and is gone",
-                remedy="Restore private/ from backup, or give the plan up: silo withdraw. Another expert needs another "
-                "debit, so a new plan.",
+                remedy=(
+                    "Restore private/ from backup, or give the plan up: `silo withdraw SITE`. Another expert "
+                    "needs another debit, so a new plan."
+                ),
             )
 
     def record(self, expert: Path) -> None:

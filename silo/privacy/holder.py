@@ -26,8 +26,8 @@ from silo.privacy.ledger import Ledger, make_ledger
 _SITES = "ledger.sites"
 _MAX_BYTES = 1 << 20
 MADE_BY_INIT = (
-    "Restore it from backup. Only `silo init` makes a ledger: a new one would forget what was spent, and the "
-    "aggregator refuses it."
+    "Restore it from backup. A new ledger would forget what was spent, and the aggregator "
+    "refuses it."
 )
 
 

@@ -277,8 +277,7 @@ class Ledger:
                 "ledger",
                 expected="the one that `silo init` made",
                 got="no folder draws/",
-                remedy="Restore it from backup; only `silo init` makes one, since a new one would forget what was "
-                "spent.",
+                remedy="Restore it from backup; a new one would forget what was spent.",
             )
         # The anchors are locked first. They are outside the site, so that a copy of the site, which has another ledger
         # file to lock, waits here as well. Each entry is checked against the unit again, since the policy may have

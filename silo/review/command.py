@@ -28,7 +28,7 @@ def review_submission(site: Site, *, page: bool | None) -> None:
             "review",
             expected="a submission that waits for approval",
             got=f"state {state.state}",
-            remedy="Keep `silo run` running; `silo status` shows how far it is.",
+            remedy="Keep `silo run SITE` running; `silo status SITE` shows how far it is.",
         )
     # Reading compares every file with the draft's digest: what a person is shown is what would leave.
     facts = read_review_facts(site)

@@ -196,7 +196,7 @@ def _tensor_file(
             file.path,
             expected=f"the draft's, sha256 {file.digest}",
             got=actual,
-            remedy="Restore private/ from backup, or give the plan up: silo withdraw.",
+            remedy="Restore private/ from backup, or give the plan up: `silo withdraw SITE`.",
         )
     return OutgoingFile(
         path=file.path,

@@ -60,7 +60,7 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
     """
     state = load_state(state_path(site.private))
     if state.state != "awaiting_approval" or state.submission_digest is None:
-        remedy = "Nothing waits for approval: `silo status` shows how far the work is."
+        remedy = "Nothing waits for approval: `silo status SITE` shows how far the work is."
         if state.state in ("in_outbox", "accepted"):
             remedy = "It was sent: nothing is left to approve."
         expected = "a submission in state awaiting_approval"
@@ -73,7 +73,10 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
             "approval",
             expected=f"a draft for the plan in force, {newer_plan_id}",
             got=f"one for plan {state.plan_id}, which it replaced",
-            remedy="Keep `silo run` running: it takes the new plan. What waits here would reach nobody.",
+            remedy=(
+                "Keep `silo run SITE` running: it takes the new plan. What waits here would reach "
+                "nobody."
+            ),
         )
     draft = load_draft(site)
     # Both must be the draft that the worker made: the digest that a person read, and the file that will be sent.
@@ -85,7 +88,10 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
                 subject,
                 expected="the digest of the draft that waits",
                 got=ascii(actual_digest[:80]),
-                remedy=f"Read the draft again, and approve with the digest shown there: silo review {site.path}",
+                remedy=(
+                    "Read the draft again, and approve with the digest shown there: `silo review "
+                    f"{site.path}`."
+                ),
             )
     _check_responsible(draft, despite_fail)
     # The log first: nothing is approved that no record names.
@@ -104,14 +110,20 @@ def _check_responsible(draft: Submission, despite_fail: Responsible | None) -> N
             "approval",
             expected="a role and a reason: the leak audit failed",
             got="no role and no reason",
-            remedy="To let it leave all the same, say who answers for it: silo approve ... --despite-fail --role "
-            "--reason.",
+            remedy=(
+                "To let it leave all the same, say who answers for it: `silo approve SITE --digest "
+                "DIGEST --despite-fail --role ROLE --reason TEXT`."
+            ),
         )
     if not failed and despite_fail is not None:
         raise ApprovalError(
             "approval",
             expected="no --despite-fail: the audit did not fail",
             got=f"one of {despite_fail.role}",
+            remedy=(
+                "Approve without --despite-fail, --role and --reason: `silo approve SITE --digest "
+                "DIGEST`."
+            ),
         )
 
 

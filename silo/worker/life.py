@@ -126,6 +126,6 @@ def next_state(state: SiloState, event: Event) -> SiloState:
             event,
             expected=f"state {' or '.join(possible)}",
             got=f"state {state}",
-            remedy="See what the site does and what it waits for: silo status SITE.",
+            remedy="See what the site does and what it waits for: `silo status SITE`.",
         )
     return transition.to

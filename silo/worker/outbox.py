@@ -249,4 +249,9 @@ def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
         digest = sha256_file(files[file.path])
         if digest != file.digest:
             expected = f"the bytes that were reviewed, sha256 {file.digest}"
-            raise ApprovalError(file.path, expected=expected, got=f"sha256 {digest}")
+            raise ApprovalError(
+                file.path,
+                expected=expected,
+                got=f"sha256 {digest}",
+                remedy="Restore private/ from backup, or give the plan up: `silo withdraw SITE`.",
+            )

@@ -124,8 +124,10 @@ class ReceiptReader:
                 f"plan {state.plan_id}",
                 expected="this silo to take part",
                 got=f"a notice that the aggregator withdrew this silo: {answer.reason}",
-                remedy="Later releases leave this silo's experts out; earlier ones keep them. A later plan may "
-                "name it again: `silo run` waits for one.",
+                remedy=(
+                    "Later releases leave this silo's experts out; earlier ones keep them. A later plan may "
+                    "name it again: `silo run SITE` waits for one."
+                ),
             )
         return None
 

@@ -81,12 +81,16 @@ def refused_remedy(state: State, accepted: AcceptedPlan, ledger: Ledger) -> str:
     """Say what may be tried after a refusal, and what each way costs."""
     # The aggregator fetches no further submission of this plan.
     if state.sequence >= MAX_SUBMISSIONS:
-        return f"It was the last of {MAX_SUBMISSIONS} submissions to this plan. Keep `silo run` for the next plan."
+        return (
+            f"It was the last of {MAX_SUBMISSIONS} submissions to this plan. Keep `silo run SITE` "
+            "running for the next plan."
+        )
     number = f"submission {state.sequence + 1} of {MAX_SUBMISSIONS}"
     cost = retraining_cost(accepted, ledger)
     return (
-        f"`silo run` sends the same experts again, as {number}: no training, no epsilon, a person approves. "
-        f"After a change of the images: `silo retrain` ({cost}). Or give the plan up: `silo withdraw`."
+        f"`silo run SITE` sends the same experts again, as {number}: no training, no epsilon, a "
+        f"person approves. After a change of the images: `silo retrain SITE` ({cost}). Or give "
+        "the plan up: `silo withdraw SITE`."
     )
 
 
@@ -99,8 +103,11 @@ def changed_images(
         "images",
         expected=f"those that were scanned for this plan, digest {(state.dataset_digest or 'none')[:16]}",
         got=f"digest {cohort.digest[:16]}",
-        remedy=f"Train on the present ones: `silo retrain` ({cost}). Or restore images, table and decisions of the "
-        "time when they were scanned, then `silo run`. Or give the plan up: `silo withdraw`.",
+        remedy=(
+            f"Train on the present ones: `silo retrain SITE` ({cost}). Or restore images, table and "
+            "decisions of the time when they were scanned, then `silo run SITE`. Or give the plan "
+            "up: `silo withdraw SITE`."
+        ),
     )
 
 
@@ -127,7 +134,7 @@ def _assess(site: Site) -> tuple[State, RetrainingCost, bool]:
             "retraining",
             expected="a submission not sent",
             got="one in the outbox",
-            remedy="Run it again: `silo run`, which waits for the receipt. Or give the plan up: silo withdraw.",
+            remedy="Wait for the receipt with `silo run SITE`. Or give the plan up: `silo withdraw SITE`.",
         )
     newer_plan_id = find_successor(site, state.plan_id or "")
     if newer_plan_id is not None:
@@ -135,7 +142,7 @@ def _assess(site: Site) -> tuple[State, RetrainingCost, bool]:
             "retraining",
             expected=f"plan {state.plan_id} in force",
             got=f"plan {newer_plan_id}, signed in its place",
-            remedy="Keep `silo run` running: it takes the new plan, and trains for that.",
+            remedy="Keep `silo run SITE` running: it takes the new plan, and trains for that.",
         )
     accepted = load_accepted(site, state.plan_id or "", state.plan_digest or "")
     cohort = stages.scan_images(site, accepted, policy)
@@ -158,8 +165,11 @@ def retrain(site: Site) -> State:
                 "training again",
                 expected=f"epsilon of at most {cost.left:.4g}, which is left",
                 got=f"{cost.epsilon:.4g} for the present images",
-                remedy="Nothing was changed. Restore the images that were scanned and `silo run`, which costs nothing; "
-                "or raise privacy.budget_epsilon in policy.toml knowingly; or give the plan up: silo withdraw.",
+                remedy=(
+                    "Nothing was changed. Restore the images that were scanned, then `silo run SITE`, which "
+                    "costs nothing; or raise privacy.budget_epsilon in policy.toml knowingly; or give the "
+                    "plan up: `silo withdraw SITE`."
+                ),
             )
         DecisionLog(site).add(RetrainingStarted(plan_id=state.plan_id or "", state=state.state))
         sequence = state.sequence

@@ -37,7 +37,10 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
                 "key of the silo",
                 expected="no plan in work, since its submission needs the present key",
                 got=f"state {state.state}",
-                remedy="Rotate the key after the receipt of this plan, or give the plan up first: silo withdraw.",
+                remedy=(
+                    "Rotate the key after the receipt of this plan, or give the plan up first: `silo "
+                    "withdraw SITE`."
+                ),
             )
         # Kept under a name of its own until all is recorded: a second call goes on with the same new key.
         new_key_path = site.private / "silo-next.key"

@@ -37,7 +37,7 @@ from silo.privacy.spending import PlannedSpending
 from silo.privacy.statistics import draw_statistic
 from silo.worker.training import num_classes
 
-_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: silo withdraw."
+_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: `silo withdraw SITE`."
 # Images whose features are in memory at once; every encoder's own block divides it.
 _BLOCK_IMAGES = 1 << 14
 
@@ -110,8 +110,11 @@ def check_agreed_numbers(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -
                 f"plan {plan.plan_id}: {name}s of this site",
                 expected=f"at most {num_agreed}, as its card and the plan state",
                 got=f"{num_here}",
-                remedy=f"Agree on a higher number (silo enroll --{name}s N, then aggregator enroll) and ask for a new "
-                "plan; or leave some out, and give this plan up: silo withdraw.",
+                remedy=(
+                    f"Agree on a higher number with `silo enroll SITE --out card.json --{name}s N`, give the "
+                    "aggregator the card and ask for a new plan; or leave some out, and give this plan up: "
+                    "`silo withdraw SITE`."
+                ),
             )
 
 

@@ -249,7 +249,15 @@ def _check_time(plan: Plan, seconds: float) -> None:
     # The plan's limit was compared with the policy's when the plan was accepted; here it is kept.
     if seconds > plan.limits.train_s:
         limit = f"at most {plan.limits.train_s} s for all experts of a silo"
-        raise PolicyError("training time", expected=limit, got=f"{seconds:.0f} s")
+        raise PolicyError(
+            "training time",
+            expected=limit,
+            got=f"{seconds:.0f} s",
+            remedy=(
+                "Ask the aggregator for a plan with more limits.train_s, or train on a faster machine; "
+                "or give this plan up: `silo withdraw SITE`."
+            ),
+        )
 
 
 def conditions_of(plan: Plan, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:

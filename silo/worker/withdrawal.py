@@ -32,7 +32,7 @@ def check_withdrawable(state: State) -> str:
         "withdrawal",
         expected="a plan in work, or an accepted one",
         got=got,
-        remedy="Nothing needs to be given up. To wait for the next plan: silo run SITE.",
+        remedy="Nothing needs to be given up. To wait for the next plan: `silo run SITE`.",
     )
 
 

@@ -1,18 +1,34 @@
 """A federation in which people make mistakes, and how a mistake and its remedy are written down."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tomli_w
 
 from ddm.protocol.base import sha256_hex
-from tests.support.federation import TinyFederation, images, recipe
+from tests.support.commands import CommandResult, run_command
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    TinyFederation,
+    images,
+    recipe,
+    write_policy,
+)
+from tools.reference.remedies import remedies
 
 Words = list[object]
+ERROR_PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "errors.md"
+CODES = {
+    int(code) for code in re.findall(r"^\| (\d+) \|", ERROR_PAGE.read_text("utf-8"), re.MULTILINE)
+}
+MAX_LINES = 24
 
 
 @dataclass(frozen=True)
@@ -20,6 +36,27 @@ class WaitingFederation:
     """A federation in a folder with blanks and an umlaut: a release is out, and north's second submission waits."""
 
     tiny: TinyFederation
+
+    @classmethod
+    def create(cls, path: Path) -> "WaitingFederation":
+        """Make one in a new folder, which takes some seconds."""
+        tiny = TinyFederation.create(path, {"north": 40, "south": 30})
+        rich: dict[str, Any] = POLICY | {"privacy": {"budget_epsilon": 100.0, "budget_delta": 1e-3}}
+        for site in tiny.sites.values():
+            write_policy(site, rich)
+        tiny.complete(tiny.path / "release")
+        write_policy(tiny.sites["north"], rich | {"approval": {"kind": "person"}})
+        tiny.deliver_plan("north", tiny.sign())
+        tiny.work("north", until="plan_accepted")
+        tiny.work("north", until="awaiting_approval")
+        (tiny.path / "pass").write_bytes(PASSPHRASE + b"\n")
+        (tiny.path / "wrong").write_text("wrong\n")
+        (tiny.path / "empty").touch()
+        return cls(tiny)
+
+    def copy(self, path: Path) -> "WaitingFederation":
+        """Return a copy in another folder, which a test may change."""
+        return WaitingFederation(self.tiny.copy(path))
 
     @property
     def path(self) -> Path:
@@ -180,3 +217,62 @@ def toml_slip(old: str, new: str, says: str) -> Mistake:
         edit_text("north/silo.toml", old, new),
         edit_text("north/silo.toml", new, old),
     )
+
+
+@dataclass(frozen=True)
+class TypedRemedy:
+    """A remedy that was printed in a state, and how the command ended that was typed after it was done.
+
+    Attributes:
+        state: in words.
+        code: the exit code of the error.
+        remedy: the text as it is written in the code.
+        final_code: the exit code of the command that was typed then.
+    """
+
+    state: str
+    code: int
+    remedy: str
+    final_code: int
+
+
+def printed_remedy(result: CommandResult) -> str | None:
+    """Return what a command printed after `to do:`; None where it printed no remedy."""
+    _, mark, remedy = result.err.partition("  to do:    ")
+    if not mark:
+        return None
+    return remedy.strip()
+
+
+def type_command(words: Words) -> CommandResult:
+    """Type a command, and look at the form of what it says."""
+    result = run_command(*words)
+    assert result.code in CODES, result.err
+    assert len(result.err.splitlines()) <= MAX_LINES, result.err
+    return result
+
+
+def type_remedy(state: str, mistake: Mistake, world: WaitingFederation) -> TypedRemedy | None:
+    """Make a mistake, do what its remedy says, and type a command again.
+
+    Returns:
+        The remedy; None where the error printed none, as one of an option does.
+    """
+    mistake.prepare(world)
+    result = type_command(mistake.command(world))
+    assert result.code == mistake.code, (state, result.err, result.out)
+    assert mistake.message in result.err + result.out, (state, result.err, result.out)
+    remedy = printed_remedy(result)
+    mistake.remedy(world)
+    final_code = mistake.code
+    if mistake.remedy is not do_nothing or mistake.repeated_command:
+        again = type_command((mistake.repeated_command or mistake.command)(world))
+        assert again.code == mistake.final_code, (state, again.err, again.out)
+        final_code = mistake.final_code
+    if remedy is None:
+        return None
+    matching = [known for known in remedies() if known.matches(remedy)]
+    assert matching, (state, remedy)
+    # Of two that fit, the one that leaves less to be filled in.
+    best = max(matching, key=lambda known: known.num_fixed_characters)
+    return TypedRemedy(state, mistake.code, best.text, final_code)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ddm.errors import DocumentError, SignatureError
+from ddm.protocol.base import REWRITTEN_FILE_REMEDY, change_on_the_way
 from ddm.trust.keys import PublicKey, SigningKey
 
 # The kinds of keys in `signed-note`: a log's, and a witness's.
@@ -216,6 +217,14 @@ def _decode(data: bytes, subject: str) -> str:
             subject,
             expected=f"at most {MAX_NOTE_BYTES} bytes",
             got=f"{len(data)} bytes",
+        )
+    change = change_on_the_way(data)
+    if change is not None:
+        raise DocumentError(
+            subject,
+            expected="the bytes that its signer wrote",
+            got=change,
+            remedy=REWRITTEN_FILE_REMEDY,
         )
     try:
         text = data.decode("utf-8")

@@ -343,7 +343,7 @@ def test_next_plan_is_refused_while_an_accepted_submission_is_in_no_release(
     assert arrival.verdict().verdict.kind == "accepted"
     with pytest.raises(SetupError, match="north") as refused:
         arrival.tiny.sign()
-    assert "aggregator publish" in refused.value.remedy
+    assert "aggregator release" in refused.value.remedy
     arrival.tiny.publish(tmp_path / "out")
     assert arrival.tiny.sign() != arrival.plan_id
 

@@ -149,7 +149,7 @@ def test_no_unit_is_advised_that_another_silo_lacks() -> None:
     for unit in ("image", "patient"):
         with pytest.raises(SetupError, check=has_subject("recipe, statistics.unit")) as raised:
             check_feasible(changed("statistics", unit=unit), cards)
-        assert "silo enroll SITE --patients" in raised.value.remedy, unit
+        assert "silo enroll SITE --out card.json --patients" in raised.value.remedy, unit
     # What the remedy says, done: the plan of patients can work.
     check_feasible(changed("statistics", unit="patient"), cards | {"north": card("north", 64, 64)})
 
@@ -184,7 +184,7 @@ def test_plan_is_not_drafted_while_the_federation_runs_or_its_plan_cannot_be_rep
         pytest.raises(BusyError, check=has_subject("plan")) as busy,
     ):
         check_signable(federation)
-    assert "Stop `aggregator run`" in busy.value.remedy
+    assert "Stop `aggregator run FED`" in busy.value.remedy
     (federation.releases / "1").rename(federation.path / "gone")
     with pytest.raises(SetupError, check=has_subject("plan tiny-")):
         check_signable(federation)

@@ -147,6 +147,23 @@ def test_page_shows_the_figures_and_reaches_nothing_outside_itself(
         assert f'<th scope="row">{name}</th>' in page
 
 
+def test_page_with_reference_images_is_for_its_owner_and_says_so(
+    folder: Path, compared: str
+) -> None:
+    page = folder / "page" / "index.html"
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert (folder / "page" / "evaluation.json").stat().st_mode & 0o777 == 0o644
+    assert "This page shows images of the reference: 16 of them" in page.read_text("utf-8")
+
+
+def test_floor_is_given_beside_the_samples_at_the_same_numbers(compared: str) -> None:
+    floor = figures(compared)["floor"]
+    assert (floor["num"], floor["num_reference"]) == (60, 80)
+    assert floor["samples"].keys() == floor["metrics"].keys()
+    # Both have the same numbers on both sides, so neither has less bias than the other.
+    assert floor["samples"]["fid"]["value"] != figures(compared)["metrics"]["fid"]["value"]
+
+
 def test_page_fits_a_phone_and_a_desktop(folder: Path, compared: str, browser: Chrome) -> None:
     for device in ("phone", "desktop"):
         show_as(browser, device)

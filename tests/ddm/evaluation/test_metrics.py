@@ -226,14 +226,56 @@ def test_extrapolation_removes_most_of_the_bias() -> None:
     assert fid_infinity_of(1.0, rows(100, 60, 0), rows(100, 60, 1), seed=0) is None
 
 
-def test_floor_is_the_reference_against_itself_with_no_more_images_than_samples() -> None:
+def test_floor_compares_as_many_samples_with_the_same_half_of_the_reference() -> None:
     reference = FeatureSet.of(rows(400, 6, 0), K)
-    floor = measure_floor(reference, 150)
+    floor = measure_floor(FeatureSet.of(rows(150, 6, 1), K), reference)
     assert floor is not None
-    metrics = floor.metrics
     assert (floor.num, floor.num_reference) == (150, 200)
-    assert metrics["precision"].value > 0.8 and metrics["kid"].low < 0 < metrics["kid"].high
-    assert measure_floor(FeatureSet.of(rows(40, 30, 0), K), 150) is None
+    assert floor.metrics.keys() == floor.samples.keys()
+    for metrics in (floor.metrics, floor.samples):
+        assert metrics["precision"].value > 0.8 and metrics["kid"].low < 0 < metrics["kid"].high
+
+
+def test_floor_is_absent_when_a_side_has_no_more_images_than_features() -> None:
+    many = FeatureSet.of(rows(200, 30, 0), K)
+    few = FeatureSet.of(rows(40, 30, 1), K)
+    assert measure_floor(many, few) is None
+    assert measure_floor(FeatureSet.of(rows(30, 30, 1), K), many) is None
+
+
+def test_floor_of_perfect_samples_is_what_they_score_and_worse_samples_score_more() -> None:
+    dim = 8
+    num = 200
+    num_seeds = 12
+    floors = []
+    perfect = []
+    whole = []
+    shifted = []
+    for seed in range(num_seeds):
+        generator = torch.Generator().manual_seed(seed)
+        real = torch.randn(2 * num, dim, generator=generator)
+        drawn = torch.randn(5 * num, dim, generator=generator)
+        reference = FeatureSet.of(real, K)
+        samples = FeatureSet.of(drawn, K)
+        floor = measure_floor(samples, reference, seed=seed)
+        assert floor is not None and (floor.num, floor.num_reference) == (num, num)
+        floors.append(floor.metrics["fid"].value)
+        perfect.append(floor.samples["fid"].value)
+        whole.append(measure(samples, reference)[0]["fid"].value)
+        moved = FeatureSet.of(drawn + 0.2, K)
+        floor_of_moved = measure_floor(moved, reference, seed=seed)
+        assert floor_of_moved is not None
+        shifted.append(floor_of_moved.samples["fid"].value)
+    # For two samples of one Gaussian with unit covariance the means contribute D (1/n + 1/m), and the covariances, of
+    # which |S_a - S_b|^2 / 4 remains to second order, D (D + 1) / 4 (1/n + 1/m).
+    expected = (dim + dim * (dim + 1) / 4) * 2 / num
+    standard_error = float(np.std(floors)) / num_seeds**0.5
+    assert np.mean(floors) == pytest.approx(expected, abs=4 * standard_error + 0.05 * expected)
+    assert np.mean(perfect) == pytest.approx(np.mean(floors), abs=6 * standard_error)
+    # The figure of all samples against the whole reference looks better than perfect: it has more images.
+    assert np.mean(whole) < 0.5 * np.mean(floors)
+    # The shift adds its squared length, 0.04 D, to the distance.
+    assert np.mean(shifted) - np.mean(perfect) == pytest.approx(0.04 * dim, abs=0.1)
 
 
 def test_share_error_and_what_chance_makes_of_it() -> None:

@@ -446,3 +446,19 @@ def test_large_file_is_checked_in_the_memory_of_a_block(path):
     specs = sparse(path, 0.25)
     assert mebibytes(lambda: check_file(path, specs, max_bytes=2**40)) < 32
     assert mebibytes(lambda: load_tensors(path, specs, max_bytes=2**40)) > 250
+
+
+@pytest.mark.parametrize(
+    ("prefix", "attribute"), [("_orig_mod.", "net._orig_mod."), ("module.", "net.module.")]
+)
+def test_names_of_a_wrapped_network_are_refused_with_the_line_that_saves_them_without(
+    prefix: str, attribute: str
+) -> None:
+    expected = {"a.weight": TensorSpec("F32", (2,)), "a.bias": TensorSpec("F32", (2,))}
+    wrapped = {prefix + name: spec for name, spec in expected.items()}
+    with pytest.raises(TensorFileError) as refused:
+        check_tensors(wrapped, expected, "x")
+    assert attribute in refused.value.remedy
+    check_tensors(
+        {name.removeprefix(prefix): spec for name, spec in wrapped.items()}, expected, "x"
+    )

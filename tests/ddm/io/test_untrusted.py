@@ -21,6 +21,17 @@ def test_scan_refuses_a_symbolic_link_however_deep(tmp_path: Path) -> None:
         list_files(tmp_path)
 
 
+def test_scan_counts_files_of_a_desktop_and_lists_them_only_where_asked(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    for number in range(20):
+        (tmp_path / f"._{number}").write_bytes(b"x")
+    assert set(list_files(tmp_path, skip_desktop_files=True)) == {"f"}
+    with pytest.raises(UnsafePathError):
+        list_files(tmp_path)
+    with pytest.raises(UnsafePathError):
+        list_files(tmp_path, skip_desktop_files=True, max_entries=10)
+
+
 def test_scan_stops_at_its_bound_however_much_a_folder_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,25 @@ def test_release_refused_with_a_pipe_before_anything_is_read(release, root):
     assert error.value.subject == "metadata/timestamp.json"
 
 
+def test_release_verifies_when_a_desktop_left_its_files_there(release, root):
+    clean = verify_release(release, root, state=None)
+    for name in (".DS_Store", "targets/.DS_Store", "metadata/Thumbs.db", "desktop.ini", "._x.json"):
+        (release / name).write_bytes(b"positions of icons")
+    assert verify_release(release, root, state=None).files.keys() == clean.files.keys()
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "._manifest.json", "Thumbs.db"])
+def test_release_refused_when_what_has_a_desktops_name_is_no_file(release, root, name):
+    (release / "targets" / name).mkdir()
+    (release / "targets" / name / "expert.safetensors").write_bytes(b"x")
+    with pytest.raises(TrustError):
+        verify_release(release, root, state=None)
+    shutil.rmtree(release / "targets" / name)
+    (release / "targets" / name).symlink_to("/etc")
+    with pytest.raises(TrustError):
+        verify_release(release, root, state=None)
+
+
 @pytest.mark.parametrize("name", [".hidden", "a\\b", "with blank", "caf\u00e9", "new\nline", "a:b"])
 def test_release_refused_with_hidden_or_odd_names(release, root, name):
     (release / "targets" / name).write_bytes(b"x")

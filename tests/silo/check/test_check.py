@@ -178,7 +178,7 @@ def test_a_missing_tesseract_is_a_remark_that_says_what_to_install(
             for remark in remarks:
                 assert (
                     "by shapes alone" in remark.got
-                    and remark.remedy == "apt-get install tesseract-ocr"
+                    and remark.remedy == "Install it: `apt-get install tesseract-ocr`."
                 )
 
 
