@@ -216,12 +216,12 @@ class Federation(PublisherFolder):
         """Read the key to which the newest `targets` delegates each silo's role."""
         return self._targets().key_of_role
 
-    def _targets(self) -> "_Delegations":
+    def _targets(self) -> "_DelegatedRoles":
         return _parse_delegations(read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES))
 
 
 @dataclass(frozen=True)
-class _Delegations:
+class _DelegatedRoles:
     """What `targets` delegates: the plan whose files `plans` may list, and the key of each silo's role."""
 
     plan_id: str
@@ -231,7 +231,7 @@ class _Delegations:
 # The file is read anew each time and parsed when it has changed: intake asks once for each submission, and to parse the
 # delegations to a thousand silos takes longer than to verify one of them.
 @lru_cache(maxsize=1)
-def _parse_delegations(data: bytes) -> _Delegations:
+def _parse_delegations(data: bytes) -> _DelegatedRoles:
     targets = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)
     delegations = targets["signed"]["delegations"]
     plan_id = ""
@@ -245,4 +245,4 @@ def _parse_delegations(data: bytes) -> _Delegations:
             # A silo's role has one key.
             key = delegations["keys"][role["keyids"][0]]
             key_of_role[name] = f"ed25519:{key['keyval']['public']}"
-    return _Delegations(plan_id, key_of_role)
+    return _DelegatedRoles(plan_id, key_of_role)

@@ -12,7 +12,7 @@ from ddm.footprint import expert_size
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
 from ddm.planning.estimates import (
     DeviceEstimate,
-    Work,
+    Workload,
     estimate_on_devices,
     estimate_work,
 )
@@ -60,7 +60,7 @@ class Cost:
     parameters: int
     forward_flops: int
     training_flops: int
-    work: Work
+    work: Workload
     sampling_bytes: int
     num_experts: int
     train_s: float

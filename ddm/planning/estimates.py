@@ -67,7 +67,7 @@ def estimate_private_step(plan: Plan) -> PrivateStep:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a plan makes one silo's machine compute and keep, at most.
 
     Attributes:
@@ -88,7 +88,7 @@ class Work:
     in_bf16: bool
 
 
-def estimate_work(plan: Plan, silo_id: str | None = None, batch_parts: int = 1) -> Work:
+def estimate_work(plan: Plan, silo_id: str | None = None, batch_parts: int = 1) -> Workload:
     """Return what a plan makes the machine of a silo do.
 
     Args:
@@ -115,7 +115,7 @@ def estimate_work(plan: Plan, silo_id: str | None = None, batch_parts: int = 1) 
     num_images = largest.images
     if plan.transform and plan.transform.slices:
         num_images *= plan.transform.slices.count
-    return Work(
+    return Workload(
         training_flops=training_flops,
         training_steps=training.num_steps * max_experts_per_silo(plan),
         audit_flops=audit_flops,
@@ -142,7 +142,7 @@ class DeviceEstimate:
     needs_parts: bool
 
 
-def estimate_on_devices(work: Work) -> tuple[DeviceEstimate, ...]:
+def estimate_on_devices(work: Workload) -> tuple[DeviceEstimate, ...]:
     """Return how long some work takes on each device of the table, on one of them alone."""
     estimates = []
     for device in DEVICES:

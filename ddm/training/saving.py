@@ -62,7 +62,7 @@ class CheckpointSchedule:
 
 
 @dataclass(frozen=True)
-class Decision:
+class AgreedAction:
     """What all processes do before a step.
 
     Attributes:
@@ -100,12 +100,12 @@ class Agreement:
         self._agreed_step: int | None = None
         self._agreed_at = clock()
 
-    def decide(self, step: int) -> Decision:
+    def decide(self, step: int) -> AgreedAction:
         """Return what to do before step number `step`; all processes must call it for every step."""
         if self._process.num_processes == 1:
-            return Decision(stop=self._should_stop(), save=self._schedule.is_due())
+            return AgreedAction(stop=self._should_stop(), save=self._schedule.is_due())
         if step % AGREEMENT_STEPS and not self._steps_are_slow:
-            return Decision()
+            return AgreedAction()
         is_first = self._process.rank == 0
         votes = torch.tensor(
             [
@@ -120,7 +120,7 @@ class Agreement:
         self._steps_are_slow = bool(slow)
         self._agreed_step = step
         self._agreed_at = self._clock()
-        return Decision(stop=bool(stop), save=bool(save))
+        return AgreedAction(stop=bool(stop), save=bool(save))
 
     def _is_slow_since_agreement(self, step: int) -> bool:
         if self._agreed_step is None:

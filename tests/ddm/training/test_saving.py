@@ -9,9 +9,9 @@ from torch import Tensor
 from ddm.training.saving import (
     AGREEMENT_STEPS,
     SLOW_STEP_S,
+    AgreedAction,
     Agreement,
     CheckpointSchedule,
-    Decision,
 )
 
 
@@ -98,11 +98,11 @@ class ProcessOfThread:
 
 def decisions_of_two(
     *, num_steps: int, step_s: float, stop_step: int
-) -> tuple[list[list[Decision]], int]:
+) -> tuple[list[list[AgreedAction]], int]:
     """Let two processes take steps, the second of which is told to stop; return their decisions and agreements."""
     shared = SharedSum(2)
     processes = [ProcessOfThread(rank, shared) for rank in range(2)]
-    decisions: list[list[Decision]] = [[], []]
+    decisions: list[list[AgreedAction]] = [[], []]
 
     def take_steps(process: ProcessOfThread) -> None:
         clock = Clock()
