@@ -412,7 +412,8 @@ class SiloDelivery:
 
     def _discard_other_parts(self, sequence: int) -> None:
         """Discard what has arrived of submissions announced before: one at a time, or each would fill the disk."""
-        for path in self._incoming.glob("*.part"):
+        # Beside them lies what a killed process began to write of this silo's status, a file with a dot before its name.
+        for path in self._incoming.glob("[0-9]*.part"):
             if path.name != f"{sequence}.part":
                 shutil.rmtree(path)
 

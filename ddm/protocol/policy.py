@@ -31,9 +31,9 @@ class TrainingLimits(Model):
     max_expert_bytes: PositiveInt = 4 * 1024**3
     max_statistic_bytes: PositiveInt = 256 * 1024**2
     max_train_s: PositiveInt = _WEEK_S
-    max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
+    max_gpu_hours: Annotated[float, Field(ge=0, le=1e9)] = 1000.0
     # An architecture is code that runs beside the images: each one is let in by name.
-    architectures: tuple[ArchitectureKind, ...] = ("dit",)
+    architectures: Annotated[tuple[ArchitectureKind, ...], Field(max_length=16)] = ("dit",)
 
 
 class SizeLimits(Model):

@@ -140,6 +140,7 @@ def test_error_about_tensors_says_nothing_that_was_sent(tmp_path: Path) -> None:
 def test_operator_who_is_handed_a_hostile_file_is_told_nothing_of_its_text(
     tmp_path: Path, canary: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "tuf").mkdir()
     readers: list[Callable[[Path], object]] = [
         lambda path: read_invitation(path, "c" * 64),
         lambda path: enroll_silo(Federation(tmp_path), path),

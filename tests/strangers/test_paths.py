@@ -110,6 +110,10 @@ FREE_TEXT = {
         "Island.software",
         "Manifest.licence",
         "Plan.licence",
+        "Base.licence",
+        "Base.changes",
+        "Invitation.licence",
+        "PolicyLimits.licences",
         "Manifest.cite",
     ),
     *(

@@ -371,6 +371,7 @@ def document_parsers() -> Mapping[str, ParserCase]:
         "root": "{}",
         "root_digest": sha256_hex(b"{}"),
         "log_key": "tiny+00000000+" + "A" * 44,
+        "licence": "CC0-1.0",
     }
     sealed = seal(json.dumps(receipt_document()).encode(), "receipt", KEY)
     rotation = rotation_document()

@@ -282,7 +282,7 @@ def test_commands_say_aloud_who_is_missing_and_publish_the_same_once(
     )
     output = said("withdraw", fed, "east", "--reason", REASON)
     assert REASON in output
-    assert "aggregator router" in output
+    assert "aggregator release" in output
     second = said("publish", fed, "--rehearsal", "--out", tmp_path / "3", "--quorum", 1)
     assert "version 2" in second
     assert "withdrawn: east" in second
