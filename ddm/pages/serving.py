@@ -25,6 +25,8 @@ _MAX_CONNECTIONS = 32
 # Connections of others than this process's own user: of one user or address, and of all of them. A browser opens six.
 _MAX_OF_ONE_PEER = 8
 _MAX_OF_PEERS = 16
+# The kernel's table is read in pieces. Where connections come and go meanwhile, one that lasts may be missing in it.
+_MAX_LOOKS = 5
 CONNECTION_S = 10.0
 # A browser on the same machine sends its request within milliseconds of connecting.
 _HEAD_S = 3.0
@@ -171,9 +173,9 @@ class BriefProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or end it if its peer has too many, and schedule its end."""
         super().connection_made(transport)
-        self._admit(transport, is_second_look=False)
+        self._admit(transport, looks_left=_MAX_LOOKS - 1)
 
-    def _admit(self, transport: asyncio.Transport, is_second_look: bool) -> None:
+    def _admit(self, transport: asyncio.Transport, looks_left: int) -> None:
         client = transport.get_extra_info("peername")
         server = transport.get_extra_info("sockname")
         # A connection that was closed at once has no addresses any more.
@@ -182,9 +184,9 @@ class BriefProtocol(H11Protocol):
             return
         users = self.places.users_of((server[0], server[1]), self.loop)
         address = written(client[0], client[1])
-        if address not in users and not is_second_look:
-            # It may have been accepted after this turn's look at the table; after the next look it is in it, or gone.
-            self.loop.call_soon(self._admit, transport, True)
+        if address not in users and looks_left > 0:
+            # It may have been accepted after this turn's look at the table, or that look may have missed it.
+            self.loop.call_soon(self._admit, transport, looks_left - 1)
             return
         user = users.get(address)
         if user != os.geteuid():
