@@ -669,7 +669,7 @@ def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped
         process.send_signal(number)
         said, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == code
-        assert "run the same command to go on" in said
+        assert "The same command goes on" in said
         assert "Traceback" not in said
         assert not [pid for pid in children if is_running(pid)]
         assert '"training"' in (site / "private" / "state.json").read_text()
