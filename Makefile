@@ -13,8 +13,8 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 UV_INSTALL = UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
 SELDOM = /tests?/|/testing/|/transformers/models/|pipelines/|/_inductor/|/devtools/|/sympy/(physics|stats)/
 SELDOM := $(SELDOM)|/(pip|setuptools|networkx|fontTools|mypyc?|dns|torchgen)/
-# TORCH=cuda or TORCH=cpu chooses the build of torch. Otherwise it is that with CUDA where there is an NVIDIA GPU, else
-# the CPU build; the other one where the first is not found.
+# TORCH=cuda or TORCH=cpu chooses the build of torch. Without it, make takes the build with CUDA if there is an NVIDIA
+# GPU, otherwise the CPU build; if that build is not found, it takes the other one.
 HAS_GPU := $(wildcard /proc/driver/nvidia/version)
 ifeq ($(TORCH),cuda)
 TORCH_LOCKS = torch.lock
@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP)  ## Build the environment in .venv, of files whose hashes are known; TORCH=cuda or cpu names its torch.
+setup: $(STAMP)  ## Build the environment in .venv, from files with known hashes; TORCH=cuda or cpu chooses torch.
 
 # A build of torch that is named is installed again.
 $(STAMP): pyproject.toml requirements.lock torch.lock torch-cpu.lock $(if $(TORCH),FORCE)
@@ -77,7 +77,7 @@ check: $(STAMP)  ## Lint, format and type checks.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fix: $(STAMP)  ## Mend what ruff can mend, then format.
+fix: $(STAMP)  ## Fix what ruff can fix, then format.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -66,7 +66,7 @@ def _training(counts: UnitCounts, policy: Policy) -> str:
         return f"{size}; this site asks for at least {policy.min_images} (training.min_images)"
     return (
         f"{size} are TOO FEW: this site asks for at least {policy.min_images}, and training would end with exit code "
-        "7. An expert learns few images by heart. If so few may be trained on, lower training.min_images in policy.toml"
+        "7. An expert memorises a small number of images. To allow it, lower training.min_images in policy.toml"
     )
 
 
@@ -81,8 +81,8 @@ def _audit(counts: UnitCounts, policy: Policy) -> str:
         return f"measures each expert on {num_holdout} {unit}s held out, before it leaves"
     return (
         f"CANNOT MEASURE here: it holds out {audit.holdout_share:.0%} of {num_units} {unit}s and needs "
-        f"{audit.min_holdout_units}. For each plan, nothing leaves until a person answers for that by role and reason "
-        "(silo waive), which are published"
+        f"{audit.min_holdout_units}. For each plan, nothing leaves until a named role signs a waiver (silo waive); "
+        "role and reason are published"
     )
 
 
@@ -105,5 +105,5 @@ def _machine(machine: Machine) -> str:
     duration = human_seconds(_EXAMPLE_FLOPS / machine.flops_per_s)
     rate = f"one thread takes about {duration} for each PFLOP of training, which `aggregator plan` prints"
     if machine.num_gpus:
-        return f"{machine.num_gpus} GPU, which trains; {rate}"
-    return f"no GPU that torch sees, {machine.num_cores} cores; {rate}"
+        return f"GPUs that torch finds: {machine.num_gpus}; {rate}"
+    return f"no GPU that torch finds, {machine.num_cores} cores; {rate}"

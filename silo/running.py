@@ -124,7 +124,7 @@ def _run_to_end(worker: Worker, stop: threading.Event) -> State:
     except ArchipelagoError:
         if worker.code:
             _log.info(
-                "the work stopped; the aggregator hears so, within a minute (Ctrl-C ends at once)"
+                "the work stopped; the aggregator learns this within a minute (Ctrl-C ends at once)"
             )
             wait_until_heard(worker.site, worker.code, stop)
         raise

@@ -40,7 +40,7 @@ from silo.images.source import FOLDER, ImageSource, default_folder
 from silo.privacy.holder import join_ledger, prepare_ledger
 
 POLICY_HEADING = (
-    "What this site lets a plan ask for; docs/reference/policy.md explains every field."
+    "What this site lets a plan require; docs/reference/policy.md explains every field."
 )
 MIN_AGREED = 16
 SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."
@@ -66,7 +66,7 @@ def read_invitation(path: Path, code: str) -> Invitation:
         raise RootError(
             path.name,
             expected=f"a root with the code {expected_code}",
-            got="a root with another one",
+            got="a root with another code",
         )
     # The root is verified by now and decides; an invitation that contradicts it was put together by somebody else.
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):

@@ -19,7 +19,8 @@ from ddm.training.config import CHECKPOINT_S, TrainingSettings
 def base(
     fed: FederationArgument,
     recipe: Annotated[
-        Path, typer.Option(help="The recipe of the plan, whose table base says how to train it.")
+        Path,
+        typer.Option(help="The recipe of the plan; its table base says how to train the base."),
     ],
     public: Annotated[
         Path, typer.Option(help="Public images in the form of the silos' images, as for the plan.")
@@ -83,7 +84,7 @@ def base(
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise SetupError(
             "--launcher, --jobs and --processes",
-            expected="settings as those of [training] in a silo's silo.toml",
+            expected="settings like those of [training] in a silo's silo.toml",
             got=fault["msg"],
         ) from error
     # The base itself is what is missing yet.

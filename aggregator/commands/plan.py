@@ -384,7 +384,7 @@ def _device_rows(cost: "Cost") -> Iterator[Row]:
         if estimate.audit_s:
             words += f", the audit {human_seconds(estimate.audit_s)}"
         if estimate.needs_parts:
-            words += f"; its {human_bytes(estimate.device.memory_bytes)} take a batch in parts only (accumulate)"
+            words += f"; its {human_bytes(estimate.device.memory_bytes)} are too small for a whole batch (accumulate)"
         yield f"  on {estimate.device.name}", f"{words}; by published rates, not measured"
 
 

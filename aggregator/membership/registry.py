@@ -140,9 +140,9 @@ def check_card_code(card: Card, code: str) -> None:
         raise DigestError(
             f"card of silo {card.silo_id}",
             expected=f"a card with the code {expected_code}",
-            got="a card with another one",
-            remedy="Have the words read out once more, from the silo's newest card. If they are these, somebody "
-            "replaced the card on its way: get it from the silo in another way.",
+            got="a card with another code",
+            remedy="Ask the silo's operator to read out the words of the newest card again. If they are the same, "
+            "somebody replaced the card on its way: get it from the silo in another way.",
         )
 
 

@@ -158,7 +158,8 @@ def _group_attention(group: SiloGroup) -> Iterator[str]:
     if words.person == "nobody":
         if group.standing == "leaving":
             yield (
-                f"{_names(group)} gave the plan up: aggregator run leaves it out; if only its node says so, ask it"
+                f"{_names(group)} gave the plan up: aggregator run leaves it out once its signed notice has arrived; "
+                "if that does not come, ask the silo"
             )
         return
     if group.standing not in ("refused", "blocked"):

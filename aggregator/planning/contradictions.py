@@ -132,7 +132,9 @@ def _too_much_influence(drafted: DraftedPlan) -> Iterator[Finding]:
             level = "fail"
         consequence = "its submission waits in quarantine (aggregator admit)"
         if silo_id not in waits_in_quarantine:
-            consequence = "of so few silos none waits, and most samples come from this one"
+            consequence = (
+                "with so few silos no submission waits, and most samples come from this silo"
+            )
         yield Finding(
             "max_influence",
             expected=f"no silo with more than {max_influence:.0%} of the prior (federation.toml)",
@@ -205,7 +207,7 @@ def _delta_of_one_unit(drafted: DraftedPlan) -> Iterator[Finding]:
         "statistics.total.delta",
         expected=f"well below {1 / num_units:.2g}, one over the {num_units} {unit}s of the largest silo",
         got=f"{spends.delta:g}",
-        remedy=f"Lower delta: at this one a promise could be kept that shows one {unit} whole.",
+        remedy=f"Lower delta: this value would allow a mechanism that publishes one whole {unit}.",
         level="warn",
     )
 

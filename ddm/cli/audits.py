@@ -64,10 +64,12 @@ def _describe_verdict(submission: Submission) -> str:
         case "fail":
             text = "failed its leak audit"
             if submission.approval and submission.approval.despite_fail:
-                text += f"; let go by its {_describe_role(submission.approval.despite_fail)}"
+                text += (
+                    f"; allowed to leave by its {_describe_role(submission.approval.despite_fail)}"
+                )
             return text
         case "waived":
-            text = "a leak audit that could not tell, waived for this plan"
+            text = "an inconclusive leak audit, waived for this plan"
             waiver = submission.audit.waiver
             if waiver:
                 text += f" until {waiver.expires_at:%Y-%m-%d} by its {_describe_role(waiver)}"

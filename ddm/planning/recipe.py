@@ -123,8 +123,8 @@ class BaseTerms(Settings):
     """What nobody can read from the weights of a base.
 
     Attributes:
-        licence: of the base, such as Apache-2.0; it must allow releases under the plan's licence.
-        num_images: how many images it was trained on; left out where it is not known.
+        licence: licence of the base, such as Apache-2.0; it must allow releases under the plan's licence.
+        num_images: number of images that it was trained on; leave it out if nobody knows.
     """
 
     licence: Licence
@@ -135,9 +135,9 @@ class FileBaseRecipe(BaseTerms):
     """A file of weights with this toolkit's names, such as an `expert.safetensors` (path from where the command runs).
 
     Attributes:
-        file: safetensors.
-        shape: of a sample of the base, as its network sees it; needed only where the plan's samples have other sides or
-            channels.
+        file: the file of its weights, safetensors.
+        shape: shape of a sample of the base, as its network sees it; needed only if the plan's samples have other sides
+            or channels.
         path: the probability path that it was trained on; by default that of the recipe's `[objective]`.
         prediction: what it predicts; by default that of the recipe's `[objective]`.
     """
@@ -154,8 +154,8 @@ class DiffusersBaseRecipe(BaseTerms):
 
     Attributes:
         folder: holds `config.json` and `diffusion_pytorch_model.safetensors`.
-        path: the probability path that it was trained on; by default `ddpm_linear`, of an SD3 `linear`.
-        prediction: what it predicts; by default `eps`, of an SD3 `velocity`.
+        path: the probability path that it was trained on; by default `ddpm_linear`, for an SD3 `linear`.
+        prediction: what it predicts; by default `eps`, for an SD3 `velocity`.
     """
 
     kind: Literal["diffusers"]
@@ -168,9 +168,9 @@ class TrainedBaseRecipe(Settings):
     """A base that `aggregator base` trains on public images, with the network of the recipe's experts.
 
     Attributes:
-        folder: where it is, with its card.
-        licence: of the base, which the public images allow.
-        unconditional: train it without the recipe's classes, of which the public images know nothing.
+        folder: the folder of the base and its card.
+        licence: licence of the base, which the public images must allow.
+        unconditional: whether it is trained without the recipe's classes, for public images that have none.
         training: how it is trained, with the fields and defaults of `[expert.training]`.
     """
 

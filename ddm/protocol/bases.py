@@ -63,7 +63,7 @@ class TrainedBase(Model):
 
 
 class _ReleasedBase(Model):
-    """What a verified release contains, or was made of it.
+    """A base that is part of a verified release, or was distilled from one.
 
     Attributes:
         root: fingerprint of the root of trust that the release was verified against.

@@ -128,7 +128,7 @@ class Responsible(Model):
 
 
 class Waiver(Responsible):
-    """A waiver of an audit that could not tell, for one plan and until a day; nothing waives an audit that failed."""
+    """A waiver of an inconclusive audit, for one plan and until a day; nothing waives an audit that failed."""
 
     plan_digest: Digest
     verdict: Literal["inconclusive"]

@@ -117,22 +117,22 @@ def _device(facts: SiteFacts) -> Iterator[Finding]:
         yield Finding(
             "training.device",
             expected="a GPU for training",
-            got=f"no GPU that {_words_of(torch)} sees",
+            got=f"no GPU that {_words_of(torch)} finds",
             remedy=f"Set training.device in silo.toml to auto or cpu. Or, for a GPU: {_remedy_for_gpu(torch)}",
         )
     # Training on the CPU would go on for weeks before anybody asked why.
     elif device == "auto" and facts.has_gpu and not torch.num_gpus:
         yield Finding(
             "GPU",
-            expected="one that torch can use",
-            got=f"an NVIDIA GPU that {_words_of(torch)} cannot use; training takes the CPU",
-            remedy=f"{_remedy_for_gpu(torch)} Or set training.device to cpu in silo.toml to say that it is meant.",
+            expected="a GPU that torch can use",
+            got=f"an NVIDIA GPU that {_words_of(torch)} cannot use; training runs on the CPU",
+            remedy=f"{_remedy_for_gpu(torch)} Or, to train on the CPU, set training.device to cpu in silo.toml.",
             level="warn",
         )
     elif device != "cpu" and torch.unsupported_gpus:
         yield Finding(
             "GPU",
-            expected="one that torch was compiled for",
+            expected="a GPU that torch was compiled for",
             got=f"{', '.join(torch.unsupported_gpus)}, which {_words_of(torch)} was not compiled for",
             remedy="Install a torch for this GPU, or set training.device to cpu in silo.toml.",
         )

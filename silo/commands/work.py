@@ -292,13 +292,15 @@ def waive(
         say(
             f"Plan {waived_digest[:16]}… of {site.settings().silo_id}: its experts may leave although the leak audit"
         )
-        say("  cannot tell whether they memorised single images.")
+        say("  is inconclusive, so that they may have memorised single images.")
     if role is None:
-        role = ask("Role of the person who answers for that, published", option="--role")
+        role = ask("Role of the person responsible (published)", option="--role")
     if reason is None:
-        reason = ask("Reason, published", option="--reason")
+        reason = ask("Reason (published)", option="--reason")
     if until is None:
-        until = ask("Until which day, such as 2027-03-31", option="--until", parse=_checked_day)
+        until = ask(
+            "Last day of the waiver, such as 2027-03-31", option="--until", parse=_checked_day
+        )
     expires_at = parse_end(_checked_day(until))
     for site, waived_digest in zip(opened_sites, waived_digests, strict=True):
         waiver = Waiver(
@@ -312,12 +314,12 @@ def waive(
         write_waiver(site, waiver)
         circumstances = read_status(site).circumstances
         if circumstances.blocked:
-            say(f"{site.settings().silo_id}: the worker was waiting for it, and goes on.")
+            say(f"{site.settings().silo_id}: the worker was waiting for this waiver, and goes on.")
         elif circumstances.running:
-            say(f"{site.settings().silo_id}: the worker takes it up when the audit needs it.")
+            say(f"{site.settings().silo_id}: the worker reads the waiver when the audit needs it.")
         else:
             say(
-                f"{site.settings().silo_id}: the worker reads it when it starts: silo run {site.path}"
+                f"{site.settings().silo_id}: the worker reads the waiver when it starts: silo run {site.path}"
             )
     say(f"Waived until {expires_at:%Y-%m-%d %H:%M %Z}, in policy.toml.")
 

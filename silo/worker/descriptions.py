@@ -212,11 +212,11 @@ def _is_stopped_by_problem(state: State, circumstances: Circumstances) -> bool:
 
 def _describe_pause(state: State, circumstances: Circumstances, site: str) -> Situation:
     begun = describe_state(state, running=False)
-    verb = "paused"
+    pause = f"paused since {circumstances.pause}"
     if circumstances.running and not circumstances.stopped_for_pause:
-        verb = "stopping at the next step, for a pause asked for"
+        pause = f"stopping at the next step, for the pause requested on {circumstances.pause}"
     return Situation(
-        now=f"{begun}; {verb} since {circumstances.pause}",
+        now=f"{begun}; {pause}",
         needs="a person here who lets the work go on",
         person="silo",
         commands=(f"silo resume {site}",),

@@ -48,4 +48,6 @@ def test_licence_that_the_policy_does_not_name_is_announced_as_a_refusal() -> No
 def test_machine_is_described_by_what_it_trains_with() -> None:
     assert "16 min 40 s" in rows_for(UnitCounts(10, 10), Policy())["machine"]
     machine = Machine(num_gpus=2, num_cores=2, flops_per_s=1e12)
-    assert rows_for(UnitCounts(10, 10), Policy(), machine)["machine"].startswith("2 GPU")
+    assert rows_for(UnitCounts(10, 10), Policy(), machine)["machine"].startswith(
+        "GPUs that torch finds: 2"
+    )

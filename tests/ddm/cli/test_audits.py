@@ -33,7 +33,7 @@ def test_verify_and_info_name_who_waived_why_and_until_when(
 ) -> None:
     east = release.submissions["east"]
     assert isinstance(east, Submission) and east.audit.waiver
-    said = f"silo east, expert east: a leak audit that could not tell, waived for this plan until " \
+    said = f"silo east, expert east: an inconclusive leak audit, waived for this plan until " \
         f"{east.audit.waiver.expires_at:%Y-%m-%d} by its test operator: made-up images"  # fmt: skip
     for name in ("verify", "info"):
         assert (
@@ -70,7 +70,7 @@ def test_lines_name_who_let_a_failed_expert_go_and_what_passed(release: Release)
     failed = with_signed(release, "east", audit=audit, approval=person)
     assert (
         audit_lines(failed)[0]
-        == "silo east, expert east: failed its leak audit; let go by its head: decided"
+        == "silo east, expert east: failed its leak audit; allowed to leave by its head: decided"
     )
     assert audits_as_json(failed)[0]["despite_fail"] == {"role": "head", "reason": "decided"}
     passed = with_signed(
