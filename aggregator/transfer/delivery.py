@@ -412,7 +412,7 @@ class SiloDelivery:
 
     def _discard_other_parts(self, sequence: int) -> None:
         """Discard what has arrived of submissions announced before: one at a time, or each would fill the disk."""
-        # Beside them lies what a killed process began to write of this silo's status, a file with a dot before its name.
+        # Beside them may be a status that a killed process had begun to write: its file name begins with a dot.
         for path in self._incoming.glob("[0-9]*.part"):
             if path.name != f"{sequence}.part":
                 shutil.rmtree(path)
