@@ -140,6 +140,7 @@ def enroll(
     from aggregator.membership.registry import (
         CardFile,
         check_agreed_size,
+        check_card_code,
         enroll_silos,
         read_card_file,
         read_cards,
@@ -156,15 +157,20 @@ def enroll(
     to_compare = []
     for path, (card, rotated) in zip(cards, received, strict=True):
         enrolled_card = enrolled_cards.get(card.silo_id)
+        silo_code = codes.get(card.silo_id)
         if enrolled_card is not None and rotated is not None:
-            # Its old key, which is enrolled, signed the new one: nobody has to compare anything.
+            # Its old key, which is enrolled, signed the new one: nobody has to compare anything, but may.
+            if silo_code is not None:
+                check_card_code(card, silo_code)
             _take_rotation(federation, rotated)
         elif enrolled_card == card:
-            # Its digest stands for what was compared then. The checks are made again, since the silo may have been
-            # removed meanwhile.
-            known.append(CardFile(path, card.digest))
-        elif card.silo_id in codes or yes:
-            known.append(CardFile(path, codes.get(card.silo_id)))
+            # Without a code its digest stands for what was compared then. With one it is compared again: the card may
+            # have been enrolled with --yes. All checks are made again, since the silo may have been removed meanwhile.
+            if silo_code is None:
+                silo_code = card.digest
+            known.append(CardFile(path, silo_code))
+        elif silo_code is not None or yes:
+            known.append(CardFile(path, silo_code))
         else:
             to_compare.append((path, card))
 

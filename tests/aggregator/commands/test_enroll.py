@@ -135,6 +135,30 @@ def test_yes_enrolls_without_a_code_and_prints_it_for_later(keyed: KeyedFederati
     assert keyed.silos["east"].public.fingerprint in result.out
 
 
+def test_code_of_a_card_that_was_enrolled_unseen_is_compared_when_it_comes(
+    keyed: KeyedFederation,
+) -> None:
+    """The attack: a forged card is enrolled with --yes, and the code of the true one comes by telephone later."""
+    true_code = codes_of(keyed)["north"]
+    genuine, _ = read_card_file(keyed.path / "north.card.json")
+    write_card(keyed, genuine, SigningKey.generate())
+    assert enroll(keyed, {}, "--yes", silos=("north",)).code == 0
+    for code in (true_code, true_code.upper(), "", "zoo"):
+        result = enroll(keyed, {"north": code}, silos=("north",))
+        assert result.code in (3, 12)
+        assert "is enrolled with this card already" not in result.out
+    assert enroll(keyed, {"north": codes_of(keyed)["north"]}, silos=("north",)).code == 0
+
+
+def test_code_of_a_rotated_card_is_compared_where_one_is_given(keyed: KeyedFederation) -> None:
+    codes = codes_of(keyed)
+    assert enroll(keyed, codes).code == 0
+    rotated_path = keyed.rotate("north")
+    (keyed.path / "north.card.json").write_bytes(rotated_path.read_bytes())
+    assert enroll(keyed, {"north": codes["east"]}, silos=("north",)).code == 12
+    assert enroll(keyed, {"north": codes_of(keyed)["north"]}, silos=("north",)).code == 0
+
+
 def test_code_of_no_card_and_two_cards_of_one_silo_are_refused_before_anything(
     keyed: KeyedFederation,
 ) -> None:
