@@ -21,7 +21,12 @@ import typer
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError, SetupError
 from ddm.system.escape import escape_control
 from ddm.system.logs import LogOptions, start_logging
-from ddm.system.passphrases import ADVICE, require_strong, write_private_passphrase
+from ddm.system.passphrases import (
+    ADVICE,
+    check_private_passphrase,
+    require_strong,
+    write_private_passphrase,
+)
 from ddm.system.signals import interrupted_by_sigterm
 
 EXIT_INTERRUPTED = 130
@@ -335,6 +340,7 @@ def choose_passphrase_file(existing: Path | None, new: Path | None) -> Path | No
 
     Raises:
         SetupError: both are given.
+        PassphraseError: the new one is there, and somebody else may know it.
     """
     if new is None:
         return existing
@@ -345,8 +351,11 @@ def choose_passphrase_file(existing: Path | None, new: Path | None) -> Path | No
             got="--passphrase-file as well",
             remedy="Leave one of them out.",
         )
-    # A command that was cut short is given again, and finds the file that encrypts the keys it made already.
-    if not new.exists():
+    # A command that was cut short is given again, and finds the file that encrypts the keys it made already. A link
+    # that leads nowhere counts as there.
+    if os.path.lexists(new):
+        check_private_passphrase(new)
+    else:
         new.parent.mkdir(parents=True, exist_ok=True)
         write_private_passphrase(new)
         say(

@@ -2,11 +2,13 @@
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from ddm.errors import PassphraseError
 
 _NUM_RANDOM_BYTES = 24
+_NOT_OWNER = 0o077
 MIN_CHARACTERS = 12
 _MIN_COUNTED = 10
 ADVICE = f"at least {MIN_CHARACTERS} characters, for example four random words"
@@ -54,3 +56,30 @@ def write_private_passphrase(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(f"{secrets.token_urlsafe(_NUM_RANDOM_BYTES)}\n")
+
+
+def check_private_passphrase(path: Path) -> None:
+    """Refuse a file that `write_private_passphrase` of this user did not make.
+
+    The attack: another user of the machine, in a folder such as /tmp, puts a file or a link there beforehand, and knows
+    the passphrase of the keys that are about to be made.
+
+    Raises:
+        PassphraseError: somebody else owns it, others may read or write it, or it is a link.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        got = "a link or a special file"
+    elif status.st_uid != os.geteuid():
+        got = "a file of another user"
+    elif status.st_mode & _NOT_OWNER:
+        got = f"a file with the mode {stat.S_IMODE(status.st_mode):o}, which others can open"
+    else:
+        return
+    raise PassphraseError(
+        str(path),
+        expected="no file yet, or one of your own that nobody else can open (mode 600)",
+        got=got,
+        remedy="Name a file that is not there yet; or, if the passphrase in this one is yours alone, give it with "
+        "--passphrase-file.",
+    )
