@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddm.errors import TensorFileError
 from ddm.io.tensors import spec_of
-from ddm.models import build_expert, expected_tensors
+from ddm.models import MAX_WEIGHT, build_expert, expected_tensors
 from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
@@ -107,22 +107,43 @@ def fit_base(
         ShapeError, SetupError: the plan's network cannot be built.
     """
     tensors = dict(base.tensors)
-    names = _layer_names(architecture)
-    changes = [
-        *base.notes,
-        *_fit_classes(tensors, names, condition),
-        *_add_text_layers(tensors, architecture, shape, condition),
-    ]
-    if base.shape is not None:
-        changes += _fit_channels(tensors, names, base.shape, shape)
-        if base.shape[1:] != shape[1:]:
-            old_sides = " x ".join(map(str, base.shape[1:]))
-            new_sides = " x ".join(map(str, shape[1:]))
-            changes.append(f"samples of {new_sides} instead of {old_sides}")
+    try:
+        changes = [*base.notes, *_adjust(tensors, base.shape, architecture, shape, condition)]
+    # torch's and Python's own errors where a tensor has another number of sides than such a layer has.
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise TensorFileError(
+            "base",
+            expected=f"tensors with as many sides as those of the {architecture.kind}",
+            got=" ".join(str(error).split())[:200],
+            remedy=_REMEDY,
+        ) from error
     _check(tensors, architecture, shape, condition)
     return FittedBase(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, tuple(changes)
     )
+
+
+def _adjust(
+    tensors: dict[str, Tensor],
+    base_shape: Shape | None,
+    architecture: Architecture,
+    shape: Shape,
+    condition: Condition,
+) -> list[str]:
+    """Adjust the tensors to the plan's classes, texts, channels and sizes; return what was changed, in words."""
+    names = _layer_names(architecture)
+    changes = [
+        *_fit_classes(tensors, names, condition),
+        *_add_text_layers(tensors, architecture, shape, condition),
+    ]
+    if base_shape is None:
+        return changes
+    changes += _fit_channels(tensors, names, base_shape, shape)
+    if base_shape[1:] != shape[1:]:
+        old_sides = " x ".join(map(str, base_shape[1:]))
+        new_sides = " x ".join(map(str, shape[1:]))
+        changes.append(f"samples of {new_sides} instead of {old_sides}")
+    return changes
 
 
 def _layer_names(architecture: Architecture) -> _LayerNames:
@@ -236,7 +257,8 @@ def _check(
     """Require exactly the tensors of the plan's network.
 
     Raises:
-        TensorFileError: names the first tensor that is missing, unknown, or of another shape.
+        TensorFileError: names the first tensor that is missing, unknown, of another shape, or with a value beyond
+            `MAX_WEIGHT`.
     """
     specs = expected_tensors(architecture, shape, condition)
     for name, spec in specs.items():
@@ -250,6 +272,14 @@ def _check(
                 f"base, tensor {name}",
                 expected=f"{spec}, as the recipe's architecture, shape and condition imply",
                 got=str(found),
+                remedy=_REMEDY,
+            )
+        # Sums of a base's weights may cross the bound that each of them kept, and every silo would refuse the plan.
+        if not bool((tensors[name].abs() <= MAX_WEIGHT).all()):
+            raise TensorFileError(
+                f"base, tensor {name}",
+                expected=f"values of at most {MAX_WEIGHT:g} once it fits the plan",
+                got="a larger value, or one that is not finite",
                 remedy=_REMEDY,
             )
     for name in tensors:

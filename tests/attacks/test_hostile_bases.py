@@ -118,6 +118,22 @@ def test_base_that_is_not_stated_is_refused(
         aggregator.receive(plan_id)
 
 
+def test_base_whose_licence_the_plan_does_not_keep_is_refused(
+    aggregator: DishonestAggregator, tmp_path: Path
+) -> None:
+    """The attack: an operator whose program compares no licences publishes under terms that the base forbids."""
+    plan = with_base(encoded(tmp_path, honest_weights()))
+
+    def with_licence(data: bytes) -> bytes:
+        document = json.loads(data)
+        document["base"]["licence"] = "CC-BY-NC-4.0"
+        return json.dumps(document).encode()
+
+    plan_id = aggregator.deliver(plan, rewrite=with_licence)
+    with pytest.raises(DocumentError):
+        aggregator.receive(plan_id)
+
+
 def test_base_with_another_digest_than_the_stated_one_is_refused(
     aggregator: DishonestAggregator, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.errors import TensorFileError
-from ddm.models import build_expert, expected_tensors
+from ddm.models import MAX_WEIGHT, build_expert, expected_tensors
 from ddm.models.base_weights import BaseWeights, fit_base
 from ddm.models.layers import sincos_positions
 from ddm.protocol.architecture import (
@@ -210,3 +210,25 @@ def test_base_that_does_not_fit_is_refused_by_the_name_of_the_tensor(
     with pytest.raises(TensorFileError) as caught:
         fit_base(BaseWeights(network.state_dict(), base[1]), *plan)
     assert caught.value.subject == f"base, tensor {tensor}"
+
+
+@pytest.mark.parametrize("sides", [(), (3,)], ids=["no side", "one side"])
+@pytest.mark.parametrize(
+    "name", ["classes.table.weight", "time.mlp.2.bias", "embed.weight", "head.weight", "head.bias"]
+)
+def test_tensor_with_another_number_of_sides_is_refused(name: str, sides: tuple[int, ...]) -> None:
+    """The attack: a hostile file of a base ends `aggregator plan` as if by a bug."""
+    tensors = made_network(DIT, COLOUR).state_dict() | {name: torch.zeros(sides)}
+    for condition in (NONE, THREE):
+        with pytest.raises(TensorFileError):
+            fit_base(BaseWeights(tensors, COLOUR), DIT, GREY, condition)
+
+
+def test_base_whose_sums_cross_the_bound_of_weights_is_refused() -> None:
+    """Every silo would refuse a plan with it, after the plan was signed and sent."""
+    tensors = made_network(DIT, COLOUR).state_dict()
+    tensors["embed.weight"] = torch.full_like(tensors["embed.weight"], MAX_WEIGHT)
+    assert fit_base(BaseWeights(tensors, COLOUR), DIT, COLOUR, NONE).tensors
+    with pytest.raises(TensorFileError) as caught:
+        fit_base(BaseWeights(tensors, COLOUR), DIT, GREY, NONE)
+    assert caught.value.subject == "base, tensor embed.weight"
