@@ -199,6 +199,7 @@ def _released_base(
     from aggregator.planning.released_base import (
         compare_experts,
         expert_source,
+        silos_that_left,
         student_source,
         verify_base_release,
     )
@@ -208,17 +209,18 @@ def _released_base(
     if not isinstance(chosen, ReleaseBaseRecipe):
         return None
     release = verify_base_release(federation, chosen)
+    left = silos_that_left(federation, release)
     if chosen.student is not None:
-        return student_source(release, Path(chosen.student))
+        return student_source(release, Path(chosen.student), left)
     if chosen.expert is not None:
-        return expert_source(release, chosen.expert)
-    compared = compare_experts(release, read_images())
+        return expert_source(release, chosen.expert, left)
+    compared = compare_experts(release, read_images(), left)
     rows = [(expert.expert_id, expert.silo_id, f"{expert.loss:.4f}") for expert in compared]
     say(table(rows, ("expert", "silo", "loss on public images")))
     best = compared[0].expert_id
     if not yes:
         confirm(f"Start training from {best}?", refused="Name another one with --expert.")
-    return expert_source(release, best)
+    return expert_source(release, best, left)
 
 
 def _refuse_contradictions(federation: Federation, draft: "Draft", cost: "Cost") -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation
-from aggregator.membership.registry import member_cards
+from aggregator.membership.registry import member_cards, read_removals
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
@@ -113,6 +113,21 @@ def remaining_silos(federation: Federation, plan: Plan) -> frozenset[str]:
     """Return the silos of a plan, carried ones included, that were neither withdrawn nor removed."""
     members = member_cards(federation, plan).keys()
     return frozenset(members - set(withdrawn_silos(federation, plan)))
+
+
+def has_left(federation: Federation, plan: Plan, silo_id: str) -> bool:
+    """Whether a silo took back what it had sent for a plan, or was removed since the plan was made.
+
+    It may have withdrawn from the plan itself, or from a later one that carried its experts over.
+    """
+    for path in federation.withdrawn.glob(f"*/{silo_id}/{_RECORD_NAME}"):
+        record = Withdrawal.parse(read_bounded(path, MAX_RECORD_BYTES), subject=path.name)
+        if plan.plan_id in (record.plan_id, record.carried_from):
+            return True
+    return any(
+        removal.silo_id == silo_id and removal.at > plan.created_at
+        for removal in read_removals(federation)
+    )
 
 
 def check_still_carried(federation: Federation, plan: Plan) -> None:

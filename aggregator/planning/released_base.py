@@ -1,6 +1,6 @@
 """Makes an expert of an earlier release, or a student of it, the base of the next plan; verified, with its consent."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from aggregator.config import Federation
+from aggregator.membership.withdrawal import has_left
 from ddm.diffusion.path import path_named, target_of, x_t
 from ddm.distillation.student import read_record
 from ddm.errors import DigestError, PolicyError, SetupError, ShapeError
@@ -22,6 +23,7 @@ from ddm.protocol.bases import ExpertBase, StudentBase
 from ddm.protocol.island import Island
 from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import PublishedExpert
+from ddm.protocol.plan import Plan
 
 # Shape legend: B images.
 
@@ -63,26 +65,46 @@ def verify_base_release(federation: Federation, chosen: ReleaseBaseRecipe) -> Re
     return open_release(Path(chosen.release), root=root, state=None, archived=True)
 
 
-def consenting_experts(release: Release) -> tuple[PublishedExpert, ...]:
+def silos_that_left(federation: Federation, release: Release) -> frozenset[str]:
+    """Return the silos of a release whose consent is over: they withdrew their experts since, or were removed.
+
+    Nothing is known of silos of another federation.
+    """
+    if release.plan.root_digest != federation.root_digest:
+        return frozenset()
+    left = set()
+    for silo_id in release.submissions:
+        plan = _plan_of(release, silo_id)
+        if has_left(federation, plan, silo_id):
+            left.add(silo_id)
+    return frozenset(left)
+
+
+def consenting_experts(release: Release, left: Set[str]) -> tuple[PublishedExpert, ...]:
     """Return the experts whose silos agree that they serve as a base; one owner's experts all do.
+
+    Args:
+        release: the release.
+        left: its silos whose consent is over (`silos_that_left`).
 
     Raises:
         PolicyError: no silo agrees.
     """
     experts = tuple(
-        expert for expert in release.manifest.experts if _consents(release, expert.silo_id)
+        expert for expert in release.manifest.experts if _consents(release, expert.silo_id, left)
     )
     if not experts:
         raise _no_consent(release, ", ".join(silo.silo_id for silo in release.manifest.silos))
     return experts
 
 
-def compare_experts(release: Release, images: Tensor) -> list[ComparedExpert]:
+def compare_experts(release: Release, images: Tensor, left: Set[str]) -> list[ComparedExpert]:
     """Measure the experts that may serve as a base on public images, the best one first.
 
     Args:
         release: the release.
         images: public images of the release's shape and range, shape (B, C, H, W).
+        left: its silos whose consent is over (`silos_that_left`).
 
     Raises:
         ShapeError: images of another shape than the release's.
@@ -96,7 +118,7 @@ def compare_experts(release: Release, images: Tensor) -> list[ComparedExpert]:
             got=f"{tuple(images.shape[1:])}",
             remedy="Name the expert: --expert.",
         )
-    candidates = {expert.expert_id: expert for expert in consenting_experts(release)}
+    candidates = {expert.expert_id: expert for expert in consenting_experts(release, left)}
     x_0 = PlanFiles.load_latent(plan, release.folder).encode(images[:MAX_COMPARED_IMAGES])
     ensemble = load_ensemble(release)
     path = path_named(plan.objective.ensemble_path)
@@ -119,8 +141,13 @@ def compare_experts(release: Release, images: Tensor) -> list[ComparedExpert]:
     return sorted(compared, key=lambda expert: expert.loss)
 
 
-def expert_source(release: Release, expert_id: str) -> BaseSource:
+def expert_source(release: Release, expert_id: str, left: Set[str]) -> BaseSource:
     """Return an expert of a verified release as a base.
+
+    Args:
+        release: the release.
+        expert_id: the expert's name.
+        left: the release's silos whose consent is over (`silos_that_left`).
 
     Raises:
         SetupError: the release has no such expert.
@@ -136,7 +163,7 @@ def expert_source(release: Release, expert_id: str) -> BaseSource:
             got=ascii(expert_id)[:80],
         )
     expert = experts[expert_id]
-    if not _consents(release, expert.silo_id):
+    if not _consents(release, expert.silo_id, left):
         raise _no_consent(release, expert.silo_id)
     # A silo that is carried over has its files in the folder of its own plan.
     file = release.verified.files[expert.file.path]
@@ -172,8 +199,13 @@ def expert_source(release: Release, expert_id: str) -> BaseSource:
     )
 
 
-def student_source(release: Release, weights: Path) -> BaseSource:
+def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSource:
     """Return a student that was distilled from a verified release as a base.
+
+    Args:
+        release: the release.
+        weights: the student's file.
+        left: the release's silos whose consent is over (`silos_that_left`).
 
     Raises:
         DigestError: it was distilled from another release, or its file is not the one of its record.
@@ -190,7 +222,9 @@ def student_source(release: Release, weights: Path) -> BaseSource:
         )
     # It knows what all of its teachers know.
     missing = [
-        silo.silo_id for silo in release.manifest.silos if not _consents(release, silo.silo_id)
+        silo.silo_id
+        for silo in release.manifest.silos
+        if not _consents(release, silo.silo_id, left)
     ]
     if missing:
         raise _no_consent(release, ", ".join(missing))
@@ -223,16 +257,21 @@ def _teachers(release: Release, experts: Sequence[PublishedExpert]) -> tuple[tup
     silos = {expert.silo_id for expert in experts}
     is_private = all(expert.privacy is not None for expert in experts)
     for silo_id in tuple(silos):
-        plan_id = release.plan.origin(silo_id)
-        # Of a silo that is carried over, the base is that of the plan for which it trained.
-        plan = release.earlier_plans.get(plan_id, release.plan)
+        plan = _plan_of(release, silo_id)
         if plan.base is not None and isinstance(plan.base.origin, ExpertBase | StudentBase):
             silos.update(plan.base.origin.silos)
             is_private = is_private and plan.base.origin.trained_privately
     return tuple(sorted(silos)), is_private
 
 
-def _consents(release: Release, silo_id: str) -> bool:
+def _plan_of(release: Release, silo_id: str) -> Plan:
+    """Return the plan for which a silo trained: of one that is carried over, an earlier one."""
+    return release.earlier_plans.get(release.plan.origin(silo_id), release.plan)
+
+
+def _consents(release: Release, silo_id: str, left: Set[str]) -> bool:
+    if silo_id in left:
+        return False
     document = release.submissions[silo_id]
     # Islands are one owner's, who publishes them and starts from them alike.
     return isinstance(document, Island) or document.serve_as_base
@@ -242,7 +281,7 @@ def _no_consent(release: Release, silos: str) -> PolicyError:
     return PolicyError(
         f"release {release.manifest.version} of plan {release.plan.plan_id}",
         expected="serve_as_base, a silo's signed consent that later plans start from its experts",
-        got=f"submissions without it: {silos}"[:400],
+        got=f"submissions without it, or of silos that have left: {silos}"[:400],
         remedy="Ask for it: serve_as_base = true under [approval] in the silo's policy.toml, before it submits for "
         "the next plan. This release stays without it.",
     )

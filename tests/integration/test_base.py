@@ -12,9 +12,12 @@ import torch
 
 from aggregator.intake.examination import Examiner
 from aggregator.intake.screening import absolute_faults
+from aggregator.keys.removal import remove_silo
+from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.planning.released_base import (
     compare_experts,
     expert_source,
+    silos_that_left,
     student_source,
     verify_base_release,
 )
@@ -29,6 +32,7 @@ from ddm.protocol.base import File
 from ddm.protocol.bases import ExpertBase, FileBase, StudentBase
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedExpert
+from ddm.publishing.keys import load_key
 from tests.support.commands import run_command
 from tests.support.documents import to_bytes
 from tests.support.federation import (
@@ -40,6 +44,7 @@ from tests.support.federation import (
     write_policy,
 )
 
+NOBODY: frozenset[str] = frozenset()
 SIZES = {"east": 60, "north": 90}
 ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 TRAINING = {
@@ -130,20 +135,46 @@ def test_plan_manifest_card_and_info_state_the_base(first: FirstRound) -> None:
         assert plan.base.digest[:16] in text and "240 images" in text and "CC0-1.0" in text
 
 
+def plan_from_release(tiny: TinyFederation, release: Path, folder: Path) -> list[object]:
+    """The command that plans a training from an expert of a release."""
+    public = folder / "public.npz"
+    np.savez(public, images=images(240, 0.0, seed=90))
+    chosen = folder / "plan.toml"
+    described = recipe(**tables()).model_dump(mode="json", exclude_none=True)
+    described["expert"]["training"].pop("learning_rate")
+    chosen.write_bytes(tomli_w.dumps(described).encode())
+    secret = folder / "pass"
+    secret.write_bytes(PASSPHRASE + b"\n")
+    words = ["aggregator", "plan", tiny.federation.path, "--recipe", chosen, "--public", public]
+    return [*words, "--from-release", release, "--passphrase-file", secret, "--yes"]
+
+
+@pytest.mark.parametrize("departure", ["withdrawn", "removed"])
+def test_expert_of_a_silo_that_left_is_no_base_of_a_later_plan(
+    first: FirstRound, tmp_path: Path, departure: str
+) -> None:
+    """The attack: what a silo took back returns in every expert of the next plan, by way of an old release."""
+    tiny = first.tiny.copy(tmp_path / "tiny")
+    federation = tiny.federation
+    if departure == "withdrawn":
+        withdraw_silo(federation, "north", "a test", load_key(federation, "receipts", PASSPHRASE))
+    else:
+        remove_silo(federation, "north", "a test", PASSPHRASE)
+    words = plan_from_release(tiny, first.release, tmp_path)
+    # The silo that agreed is the one that left, so that nobody is there to propose either.
+    for options in (("--expert", "north"), ()):
+        refused = run_command(*words, *options)
+        assert refused.code == PolicyError.exit_code, refused.err
+        assert "north" in refused.err
+    assert silos_that_left(federation, first.opened) == {"north"}
+    assert silos_that_left(first.tiny.federation, first.opened) == NOBODY
+
+
 def test_expert_of_a_release_becomes_the_base_of_the_next_plan(
     first: FirstRound, tmp_path: Path
 ) -> None:
     tiny = first.tiny.copy(tmp_path / "tiny")
-    public = tmp_path / "public.npz"
-    np.savez(public, images=images(240, 0.0, seed=90))
-    chosen = tmp_path / "plan.toml"
-    described = recipe(**tables()).model_dump(mode="json", exclude_none=True)
-    described["expert"]["training"].pop("learning_rate")
-    chosen.write_bytes(tomli_w.dumps(described).encode())
-    (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
-    words = ["aggregator", "plan", tiny.federation.path, "--recipe", chosen, "--public", public]
-    words += ["--from-release", first.release, "--passphrase-file", tmp_path / "pass", "--yes"]
-
+    words = plan_from_release(tiny, first.release, tmp_path)
     # Of both silos one agreed, so that there is one to propose.
     refused = run_command(*words, "--expert", "east")
     assert refused.code == PolicyError.exit_code and "serve_as_base" in refused.err
@@ -173,11 +204,11 @@ def test_expert_of_a_release_becomes_the_base_of_the_next_plan(
 def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: FirstRound) -> None:
     chosen = ReleaseBaseRecipe(kind="release", release=str(first.release))
     release = verify_base_release(first.tiny.federation, chosen)
-    compared = compare_experts(release, torch.from_numpy(images(40, 0.0, seed=3)))
+    compared = compare_experts(release, torch.from_numpy(images(40, 0.0, seed=3)), NOBODY)
     assert [expert.expert_id for expert in compared] == ["north"]
     assert 0 < compared[0].loss < 10
     with pytest.raises(SetupError) as caught:
-        expert_source(release, "nobody")
+        expert_source(release, "nobody", NOBODY)
     assert caught.value.subject == "--expert"
 
 
@@ -293,17 +324,17 @@ def test_student_is_a_base_where_all_of_its_teachers_agreed(
     path = tmp_path / "student.safetensors"
     write_student(first, path, "0" * 64)
     with pytest.raises(DigestError):
-        student_source(first.opened, path)
+        student_source(first.opened, path, NOBODY)
     write_student(first, path, first.opened.manifest_digest)
     # East did not agree, and the student knows what east's expert knows.
     with pytest.raises(PolicyError) as caught:
-        student_source(first.opened, path)
+        student_source(first.opened, path, NOBODY)
     assert "east" in (caught.value.got or "") and "north" not in (caught.value.got or "")
     submissions = {
         silo_id: submission.model_copy(update={"serve_as_base": True})
         for silo_id, submission in first.opened.submissions.items()
     }
-    source = student_source(replace(first.opened, submissions=submissions), path)
+    source = student_source(replace(first.opened, submissions=submissions), path, NOBODY)
     assert isinstance(source.origin, StudentBase)
     assert (source.origin.silos, source.num_images) == (("east", "north"), 64)
     assert not source.origin.trained_privately
