@@ -18,7 +18,14 @@ from silo.plan.workspace import open_workspace
 from silo.worker.disk_space import audit_bytes, job_bytes
 from silo.worker.state import State
 from silo.worker.worker import Worker
-from tests.support.federation import POLICY, PlannedFederation, TinyFederation, recipe, write_policy
+from tests.support.federation import (
+    POLICY,
+    PlannedFederation,
+    TinyFederation,
+    recipe,
+    set_training,
+    write_policy,
+)
 from tests.support.submissions import SILO
 
 
@@ -118,6 +125,8 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
     site = tiny.sites[SILO]
     terms = limits | {"holdout_share": 0.25, "num_samples": 1500}
     write_policy(site, POLICY | {"audit": terms | {"waiver": site.policy().audit.waiver}})
+    # Checkpoints are part of what is written.
+    set_training(site, checkpoint_s=0.0)
     tiny.work(SILO, until="training")
     work = open_workspace(site, plan_id)
     most = [0]
