@@ -135,7 +135,7 @@ class DataPolicy(Settings):
         range: lowest and highest value of floating point arrays; none for whole numbers.
         classes: how many there are, or their names; none where images have no class.
         captions: whether images have texts.
-        min_images: at least so many there are; by default training.min_images.
+        min_images: the site has at least this many images; by default training.min_images.
         parts: the parts of the data set that are trained on and counted, such as train and validation; all but test by
             default. Images that belong to no part are always used.
         patients: what of an identifier tells patients apart: its letters and digits (`spelling`), or its digits without

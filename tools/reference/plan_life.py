@@ -25,9 +25,9 @@ from silo.worker.withdrawal import describe_consequences
 _GATED = ("plan_accepted", "auditing", "released")
 _HEAD = """# A plan's life
 
-What becomes of a plan at one silo, as [silo/worker/life.py](../../silo/worker/life.py) has it; `make docs` writes this
-page. A restart, a loss of power or a week offline changes no state. What the tables do not name cannot happen: a
-command that would need it ends with exit code 34 and says in which states it works.
+What happens to a plan at one silo, by the rules of [silo/worker/life.py](../../silo/worker/life.py); `make docs` writes
+this page. A restart, a loss of power or a week offline changes no state. A step that the tables do not name cannot
+happen: a command that would need it ends with exit code 34 and says in which states it works.
 
 ## States
 
@@ -35,13 +35,14 @@ Each row is one state, with or without a worker. `silo status` prints the column
 status` prints the last two, once the silo has answered. Each side reads its own folder, so that neither needs the other
 to be running.
 
-- *running*: a worker is running. In a terminal it goes on running where it needs a waiver: *waits*.
+- *running*: a worker is running.
+- *waits*: a worker is running at a terminal or with `--wait`, and waits for a waiver.
 - *none*: the worker was stopped (Ctrl-C, `systemctl stop`), with exit code 130.
-- *ended*: the worker ended with an error that a person at the silo must remove. The aggregator hears the exit code
-  ([list](errors.md)), and nothing else of it. The example is code 7, images that cannot be used.
+- *ended*: the worker ended with an error that a person at the silo must remove. The aggregator learns the exit code
+  ([list](errors.md)), and nothing else about the error. The example is code 7, images that cannot be used.
 
-The aggregator is not told of a pause (`silo pause`), and of a power cut or a lost connection it only sees silence: it
-then says *not responding*.
+The aggregator does not learn of a pause (`silo pause`). After a power cut or a lost connection it receives nothing, and
+says *not responding*.
 """
 _EVENTS = """
 ## What happens
@@ -61,16 +62,16 @@ ledger covers one plan and one version of the images, however often they are dra
 _LEAVING = """
 ## Giving a plan up
 
-`silo withdraw` works in every state in which there is a plan to give up. The silo's key signs that it did, the
-aggregator believes nobody else, and it leaves the silo out of every later version and answers with a signed notice.
-Stop `silo run` first, and start it again afterwards: the aggregator hears of it while the site is connected.
+`silo withdraw` works in every state in which there is a plan to give up. The silo's key signs a notice, the only
+one that the aggregator accepts; it then leaves the silo out of every later version and answers with a signed notice.
+Stop `silo run` first, and start it again afterwards: the aggregator learns of it while the site is connected.
 
 | in state | what it means |
 | --- | --- |
 """
 _WHEN: Mapping[Event, str] = {
     "accept": "the worker verified the federation's plan, and policy.toml allows it",
-    "decline": "the plan does not verify, or asks for more than policy.toml allows",
+    "decline": "the plan does not verify, or requires more than policy.toml allows",
     "scan": "the images were read; there are enough, and the budget covers the plan",
     "assign": "every image has its cluster",
     "begin": "it is clear which experts there are; plans with an expert a cluster draw the counts for that",
