@@ -174,7 +174,11 @@ def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_noth
     got = break_in(
         name_of("northw"), {"read": [str(path) for path in private], "write": [str(site / "inbox")]}
     )
-    assert len(got["read"]) > 10 and got["write"] == [] and got["processes"]
+    assert len(got["read"]) > 10
+    assert got["write"] == []
+    # Programs that hold keys or images close their memory, also to others of the same user; the control is root.
+    assert got["processes"] == []
+    assert break_in("root", {})["processes"]
     operators.wait_until(
         lambda: all(
             operators.ended_well(service)

@@ -185,6 +185,8 @@ def set_up_federation(
         tables["limits"]["expert_bytes"] = 256 << 20
     if num_steps:
         tables["expert"]["training"] |= {"num_steps": num_steps}
+        # Of many steps too, since `aggregator plan` refuses a training that its plan gives too little time.
+        tables["limits"]["train_s"] = 86_400
     (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())
     np.savez(
         folder / "public.npz",
