@@ -1,6 +1,6 @@
 """Lay two public sets of chest X-rays out as two hospitals and an aggregator would have them; nothing is prepared.
 
-Hannover is a folder of PNG with a table: the silo gets a table of its own that points at these files, without the
+Hannover is a folder of PNG with a table: the silo gets copies of these files with a table of its own, without the
 patients that become public. Guangzhou is PneumoniaMNIST's npz, whose part `train` the silo gets as one npz. Public are
 pictures of the patients that were left out in Hannover, and of PneumoniaMNIST's part `val`.
 """
@@ -27,7 +27,7 @@ class InputError(Exception):
 
 
 def make_data(hannover: Path, pneumonia: Path, out: Path, seed: int = 0) -> dict[str, int]:
-    """Write hannover.csv, guangzhou.npz and public/; return how many images each has.
+    """Write hannover.csv with the folder hannover/, guangzhou.npz and public/; return how many images each has.
 
     Args:
         hannover: the folder with `metadata.csv` (columns `file` and `patient_id`) and the pictures that it names.
@@ -51,10 +51,15 @@ def make_data(hannover: Path, pneumonia: Path, out: Path, seed: int = 0) -> dict
         Image.fromarray(pixels).save(public / f"guangzhou-{number:03}.png")
 
     private = [row for row in rows if row["patient_id"] not in shown]
+    for row in private:
+        copy = out / "hannover" / row["file"]
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(hannover / row["file"], copy)
     with (out / "hannover.csv").open("w", newline="", encoding="utf-8") as handle:
         table = csv.writer(handle)
         table.writerow(("path", "patient"))
-        table.writerows(((hannover / row["file"]).resolve(), row["patient_id"]) for row in private)
+        # A silo reads no file outside of its table's folder.
+        table.writerows((f"hannover/{row['file']}", row["patient_id"]) for row in private)
     # The published file names no patients. Here each image stands for one: see "The unit" in README.md.
     np.savez(out / "guangzhou.npz", images=train, patients=np.arange(len(train)))
     return {

@@ -66,7 +66,7 @@ def test_data_are_laid_out_without_a_patient_on_both_sides(tmp_path: Path) -> No
     with (tmp_path / "data" / "hannover.csv").open() as handle:
         rows = list(csv.DictReader(handle))
     assert len({row["patient"] for row in rows}) == NUM_PATIENTS - 15
-    private = {Path(row["path"]).read_bytes() for row in rows}
+    private = {(tmp_path / "data" / row["path"]).read_bytes() for row in rows}
     public = {path.read_bytes() for path in (tmp_path / "data" / "public").glob("hannover-*.png")}
     assert len(public) + len(rows) == NUM_PATIENTS * 5 // 2 and not public & private
     with np.load(tmp_path / "data" / "guangzhou.npz") as archive, np.load(pneumonia) as source:

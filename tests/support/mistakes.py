@@ -239,9 +239,13 @@ class TypedRemedy:
 def printed_remedy(result: CommandResult) -> str | None:
     """Return what a command printed after `to do:`; None where it printed no remedy."""
     _, mark, remedy = result.err.partition("  to do:    ")
+    if mark:
+        return remedy.strip()
+    # A report of checks is no error message; what fails comes first there, and has its remedy on one line.
+    _, mark, remedies_and_more = result.out.partition("  to do:    ")
     if not mark:
         return None
-    return remedy.strip()
+    return remedies_and_more.splitlines()[0].strip()
 
 
 def type_command(words: Words) -> CommandResult:

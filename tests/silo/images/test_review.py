@@ -245,7 +245,7 @@ def test_a_wrong_name_or_number_decides_nothing_and_says_what_to_do(tmp_path: Pa
     assert run_command(*review, "--leave-out", "1").code == SetupError.exit_code
     (made.private / "preview.csv").unlink()
     finished = run_command(*review, "--leave-out", "1")
-    assert finished.code == MissingFileError.exit_code and "silo scan --preview" in finished.err
+    assert finished.code == MissingFileError.exit_code and "--preview FILE.png" in finished.err
 
 
 def test_the_page_leaves_out_pictures_of_the_last_sheet_and_accepts_them_again(
