@@ -266,12 +266,12 @@ def _check(
             raise TensorFileError(
                 f"base, tensor {name}", expected=str(spec), got="no such tensor", remedy=_REMEDY
             )
-        found = spec_of(tensors[name])
-        if found != spec:
+        spec_of_base = spec_of(tensors[name])
+        if spec_of_base != spec:
             raise TensorFileError(
                 f"base, tensor {name}",
                 expected=f"{spec}, as the recipe's architecture, shape and condition imply",
-                got=str(found),
+                got=str(spec_of_base),
                 remedy=_REMEDY,
             )
         # Sums of a base's weights may cross the bound that each of them kept, and every silo would refuse the plan.

@@ -14,7 +14,7 @@ from shell import Demo, run_demo, timed  # noqa: E402
 from summary import SILOS, summarise, write_summary  # noqa: E402
 
 PERSON = "north"
-MINUTES = 5
+MINUTES = 4
 
 
 def main() -> int:
