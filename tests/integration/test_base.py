@@ -138,7 +138,9 @@ def test_plan_manifest_card_and_info_state_the_base(first: FirstRound) -> None:
 def plan_from_release(tiny: TinyFederation, release: Path, folder: Path) -> list[object]:
     """The command that plans a training from an expert of a release."""
     public = folder / "public.npz"
-    np.savez(public, images=images(240, 0.0, seed=90))
+    # Like the silos' images, so that screening does not take an honest expert's images for foreign ones.
+    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
+    np.savez(public, images=np.concatenate(centres))
     chosen = folder / "plan.toml"
     described = recipe(**tables()).model_dump(mode="json", exclude_none=True)
     described["expert"]["training"].pop("learning_rate")
