@@ -368,10 +368,9 @@ def _expert_rows(draft: "Draft", cost: "Cost") -> Iterator[Row]:
         f"about {human_seconds(cost.train_s)} a silo (one thread of this machine, from {source})",
     )
     if plan.audit.required:
-        yield (
-            "leak audit",
-            f"about {human_seconds(cost.audit_s)} a silo, {cost.audit_s / cost.train_s:.0%} of the training",
-        )
+        ratio = cost.audit_s / cost.train_s
+        share = f"{ratio:.0%} of the training" if ratio < 2 else "longer than the training"
+        yield ("leak audit", f"about {human_seconds(cost.audit_s)} a silo, {share}")
     yield from _device_rows(cost)
     yield (
         "  disk of a silo",

@@ -1,5 +1,6 @@
 """Checks, before long work begins, that its folders can be written and that the disks have enough free space."""
 
+import errno
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from ddm.errors import DiskError
 
 _TRIAL_BYTES = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_writable(folders: Iterable[Path]) -> None:
@@ -26,6 +28,12 @@ def check_writable(folders: Iterable[Path]) -> None:
             finally:
                 os.close(descriptor)
         except OSError as error:
+            if error.errno in _FULL:
+                raise DiskError(
+                    str(folder),
+                    expected=f"room for {_TRIAL_BYTES} bytes",
+                    got=os.strerror(error.errno),
+                ) from error
             raise DiskError(
                 str(folder),
                 expected="a folder that this user can write to",

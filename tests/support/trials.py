@@ -121,7 +121,9 @@ class TrialBench:
             assert refused.num_calls >= at_call, f"{refused.num_calls} calls, less than {at_call}"
             if refused.code:
                 assert refused.code in DOCUMENTED, f"code {refused.code}: {refused.output}"
-                assert len(refused.output.splitlines()) <= SCREEN
+                # What the command had shown before, such as the table of a plan, is not counted.
+                error = refused.output[refused.output.rindex("error:") :]
+                assert len(error.splitlines()) <= SCREEN, refused.output
                 assert "No space left" in refused.output, refused.output
                 assert "Make room" in refused.output or "ree disk space" in refused.output, (
                     refused.output

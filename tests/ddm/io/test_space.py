@@ -68,6 +68,10 @@ def test_folder_that_refuses_a_small_file_is_named(
     with pytest.raises(DiskError, match=os.strerror(code)) as refusal:
         check_writable([tmp_path / "fine", tmp_path / "bad"])
     assert refusal.value.subject == str(tmp_path / "bad")
+    # Permissions are no remedy for a full disk.
+    is_full = code in (errno.ENOSPC, errno.EDQUOT)
+    assert ("Free space" in refusal.value.remedy) == is_full
+    assert ("chmod" in refusal.value.remedy) != is_full
     assert not list(tmp_path.glob("*/.*")), "nothing is left"
 
 
