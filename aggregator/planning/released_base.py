@@ -9,7 +9,8 @@ from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.membership.withdrawal import has_left
-from ddm.diffusion.path import path_named, target_of, x_t
+from ddm.diffusion.path import Expert, path_named, target_of, x_t
+from ddm.diffusion.path import Path as DiffusionPath
 from ddm.distillation.student import read_record
 from ddm.errors import DigestError, PolicyError, SetupError, ShapeError
 from ddm.loading.ensemble import load_ensemble
@@ -98,6 +99,26 @@ def consenting_experts(release: Release, left: Set[str]) -> tuple[PublishedExper
     return experts
 
 
+def velocity_loss(expert: Expert, path: DiffusionPath, x_0: Tensor, eps: Tensor) -> float:
+    """Return the mean square error of an expert's velocity over images and `COMPARED_TIMES`.
+
+    Args:
+        expert: called as ``expert(x_B, t_B)``.
+        path: of the noising.
+        x_0: images or latents, shape (N, ...).
+        eps: their noise, of the same shape.
+    """
+    total = 0.0
+    for x_0_B, eps_B in zip(torch.split(x_0, _BATCH), torch.split(eps, _BATCH), strict=True):
+        for t in COMPARED_TIMES:
+            t_B = torch.full((len(x_0_B),), t)
+            target = target_of(path, "velocity", x_0_B, eps_B, t_B)
+            with torch.inference_mode():
+                answer = expert(x_t(path, x_0_B, eps_B, t_B), t_B)
+            total += float((answer - target).square().sum(dtype=torch.float64))
+    return total / (x_0.numel() * len(COMPARED_TIMES))
+
+
 def compare_experts(release: Release, images: Tensor, left: Set[str]) -> list[ComparedExpert]:
     """Measure the experts that may serve as a base on public images, the best one first.
 
@@ -128,15 +149,7 @@ def compare_experts(release: Release, images: Tensor, left: Set[str]) -> list[Co
     for index, expert_id in enumerate(ensemble.expert_ids):
         if expert_id not in candidates:
             continue
-        total = 0.0
-        for x_0_B, eps_B in zip(torch.split(x_0, _BATCH), torch.split(eps, _BATCH), strict=True):
-            for t in COMPARED_TIMES:
-                t_B = torch.full((len(x_0_B),), t)
-                target = target_of(path, "velocity", x_0_B, eps_B, t_B)
-                with torch.inference_mode():
-                    answer = ensemble.experts[index](x_t(path, x_0_B, eps_B, t_B), t_B)
-                total += float((answer - target).square().sum(dtype=torch.float64))
-        loss = total / (x_0.numel() * len(COMPARED_TIMES))
+        loss = velocity_loss(ensemble.experts[index], path, x_0, eps)
         compared.append(ComparedExpert(expert_id, candidates[expert_id].silo_id, loss))
     return sorted(compared, key=lambda expert: expert.loss)
 

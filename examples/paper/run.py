@@ -31,7 +31,7 @@ from examples.paper.tables.results import Cell, Choice, command_of, commit
 from examples.paper.tables.rows import Row, Table
 from examples.paper.tables.sharing import alone
 
-_PLANNED = range(1, 11)
+_PLANNED = range(1, 12)
 _PAUSE_S = 2.0
 _DEFAULT_TABLES = {"smoke": tuple(_PLANNED), "cpu": (1, 2, 3, 4, 7), "gpu": tuple(_PLANNED)}
 

@@ -1,24 +1,105 @@
 """Averages one model over silos through Flower, and counts what an ensemble of the same silos sends once."""
 
 import shutil
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
+from torch import Tensor
 
 from ddm.io.files import write_atomic
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.islands.router import exact_counts
+from ddm.models import build_expert
 from ddm.planning.training import TrainingRecipe
+from examples.paper.federated.flattening import WEIGHTS as FLAT_WEIGHTS
+from examples.paper.federated.flattening import flat, named
 from examples.paper.federated.running import COUNTED, Counted, run
 from examples.paper.federated.terms import ROUND, Terms
+from examples.paper.federated.trainer import learn
 from examples.paper.tables.ensembles import islands_of
-from examples.paper.tables.models import RECORD, WEIGHTS, Made, Workshop
+from examples.paper.tables.models import RECORD, WEIGHTS, Made, Weights, Workshop
 from examples.paper.tables.results import Cost, Figure, commit
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Federated
 
 _MAX_BYTES = 1 << 32
+
+
+def averaged_in_process(
+    shop: Workshop,
+    source: Federated,
+    rate: float,
+    seed: int,
+    name: str,
+    start: Weights | None = None,
+) -> Made:
+    """Train one model as `averaged` does, silo after silo in this process, by Flower's mean but not its messages.
+
+    Args:
+        shop: where.
+        source: which.
+        rate: learning rate of a silo's first round.
+        seed: of weights, batches and silos.
+        name: of its folder.
+        start: the weights of the first round; None for random ones.
+    """
+    folder = shop.out / name
+    if (folder / RECORD).exists():
+        return shop.opened(name)
+    terms = _terms(shop, source, shop.dense_training(source.budget, rate, seed), rate)
+    silo_N = shop.world.silos(source.num, seed, source.concentration)
+    silos = [shop.world.train.images[silo_N == silo] for silo in range(source.num)]
+    state = start or build_expert(terms.network, terms.shape, seed=terms.seed).state_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    began = monotonic()
+    with shop.clock.progress(f"{name}: rounds of {source.method}") as step:
+        state, flops = rounds_in_process(terms, silos, state, lambda done: step(done, terms.rounds))
+    save_tensors(folder / WEIGHTS, state)
+    cost = Cost(
+        steps=terms.num_steps,
+        batch_size=terms.batch_size,
+        learning_rate=rate,
+        flops=flops,
+        router_flops=0.0,
+        seconds=monotonic() - began,
+        commit=commit(),
+    )
+    write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
+    return shop.opened(name)
+
+
+def rounds_in_process(
+    terms: Terms, silos: Sequence[Tensor], state: Weights, on_round: Callable[[int], object]
+) -> tuple[dict[str, Tensor], float]:
+    """Average over silos for all rounds; return the weights and the operations.
+
+    Args:
+        terms: of the run.
+        silos: the images of each, shape (N, ...).
+        state: the weights of the first round.
+        on_round: called with the number of rounds done.
+    """
+    current = dict(state)
+    flops = 0.0
+    for number in range(terms.rounds):
+        answers = []
+        for silo, images in enumerate(silos):
+            learnt, trained = learn(terms, silo, number, current, images, terms.mu)
+            vector_D = flat({name: learnt[name] for name in current}).numpy()
+            arrays = ArrayRecord({FLAT_WEIGHTS: Array(vector_D)})
+            metrics = MetricRecord({"num-examples": len(images)})
+            answers.append(RecordDict({"arrays": arrays, "metrics": metrics}))
+            flops += trained.flops
+        mean = aggregate_arrayrecords(answers, "num-examples")[FLAT_WEIGHTS].numpy()
+        current = named(torch.from_numpy(mean), current)
+        on_round(number + 1)
+    return current, flops
 
 
 def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: str) -> Made:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from ddm.diffusion.solver import SolverName
 from examples.paper.tables.further import federated, objectives_and_classes, routers, students
+from examples.paper.tables.joining import joining
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.rows import BEST_BATCH, FORMER, STRATEGIES, UNTUNED, Row, Table
 from examples.paper.tables.sources import Experts, Monolith, Partition, TrainingImages
@@ -30,6 +31,7 @@ def tables(preset: Preset) -> dict[int, Table]:
         federated,
         objectives_and_classes,
         _solvers,
+        joining,
     )
     return {table.number: table for table in (make(preset) for make in found)}
 

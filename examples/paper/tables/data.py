@@ -84,14 +84,20 @@ class World:
         cuts = encoder.encode(self.train.images)[:, 0].double().quantile(edges)
         return torch.bucketize(encoder.encode(images)[:, 0].double(), cuts)
 
-    def silos(self, num: int, seed: int) -> Tensor:
+    def silos(self, num: int, seed: int, concentration: float = CONCENTRATION) -> Tensor:
         """Return silos of the training images whose mixes of classes are Dirichlet, int64 (N,)."""
         rng = np.random.default_rng([seed, num])
-        share_CS = rng.dirichlet([CONCENTRATION] * num, size=self.num_classes).cumsum(1)
-        drawn_N = rng.random((len(self.train), 1))
-        return torch.from_numpy(
-            (share_CS[self.train.label_N.numpy()] < drawn_N).sum(1).clip(max=num - 1)
+        share_CS = rng.dirichlet([concentration] * num, size=self.num_classes)
+        return _drawn_silos(share_CS, self.train.label_N, rng)
+
+    def silos_of_test_images(
+        self, num: int, seed: int, concentration: float = CONCENTRATION
+    ) -> Tensor:
+        """Return silos of the test images with the same mixes of classes as `silos`, int64 (N,)."""
+        share_CS = np.random.default_rng([seed, num]).dirichlet(
+            [concentration] * num, size=self.num_classes
         )
+        return _drawn_silos(share_CS, self.test.label_N, np.random.default_rng([seed, num, 1]))
 
 
 def read_world(name: DatasetName, path: Path | None) -> World:
@@ -118,6 +124,15 @@ def read_world(name: DatasetName, path: Path | None) -> World:
     if name == "fashion-mnist":
         return _divided(name, _idx(path, "train"), _idx(path, "t10k"))
     return _divided(name, *(_pneumonia(path) if name == "cxr" else (_npz(path), None)))
+
+
+def _drawn_silos(
+    share_CS: NDArray[np.float64], label_N: Tensor, rng: np.random.Generator
+) -> Tensor:
+    """Draw the silo of every image by the shares of its class."""
+    drawn_N = rng.random((len(label_N), 1))
+    silo_N = (share_CS.cumsum(1)[label_N.numpy()] < drawn_N).sum(1)
+    return torch.from_numpy(silo_N.clip(max=share_CS.shape[1] - 1))
 
 
 def _divided(name: str, rest: Part, test: Part | None) -> World:

@@ -1,7 +1,7 @@
 """Trains ensembles as one owner's islands: split, train each, assemble with a router, open as a reader would."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddm.images.samples import open_image_set
 from ddm.io.files import write_atomic
+from ddm.io.tensors import save_tensors
 from ddm.islands.arrays import map_array
 from ddm.islands.assemble import AssemblySettings, assemble
 from ddm.islands.data import Dataset
@@ -23,7 +24,8 @@ from ddm.loading.plan import PlanFiles
 from ddm.system.console import progress
 from ddm.training.config import TrainingSettings
 from ddm.training.loop import Progress
-from examples.paper.tables.models import RECORD, Made, Workshop
+from examples.paper.tables.data import CONCENTRATION
+from examples.paper.tables.models import RECORD, Made, Weights, Workshop
 from examples.paper.tables.results import Cost, commit
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts
@@ -31,16 +33,29 @@ from examples.paper.tables.sources import Experts
 # Paths and predictions that experts of one ensemble have in turn.
 MIXED = (("linear", "velocity"), ("cosine_vp", "v"), ("ddpm_linear", "eps"), ("edm", "x_0"))
 _PASSPHRASE = b"of a folder that is thrown away"
+_BASE = "base.safetensors"
 _FINE = 256  # centroids, each a group of the router: over exact counts, finer groups cost nothing
 _HELD_OUT = 0.1  # of the images that a router is fitted on: judging it takes longer than fitting it
 
 
-def experts(shop: Workshop, source: Experts, rate: float, seed: int, name: str) -> Made:
+def experts(
+    shop: Workshop,
+    source: Experts,
+    rate: float,
+    seed: int,
+    name: str,
+    start: Weights | None = None,
+) -> Made:
     """Split, train and assemble an ensemble; see `monolith`."""
     folder = shop.out / name
     islands, release = islands_of(shop, name), folder / "release"
     if not islands.path.exists():
-        _split(shop, source, rate, seed, islands.path)
+        folder.mkdir(parents=True, exist_ok=True)
+        base: dict[str, object] = {}
+        if start is not None:
+            save_tensors(folder / _BASE, start)
+            base = {"base": {"kind": "file", "file": str(folder / _BASE), "licence": "CC0-1.0"}}
+        _split(shop, source, rate, seed, islands.path, base)
     if not (folder / RECORD).exists():
         seconds, flops = _train(shop, islands, source.num, name)
         started, own = monotonic(), shop.router_flops(source.budget, source.num, source.conditional)
@@ -108,10 +123,20 @@ def _assemble(shop: Workshop, islands: Islands, release: Path, seed: int, name: 
         )
 
 
-def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) -> None:
+def _split(
+    shop: Workshop,
+    source: Experts,
+    rate: float,
+    seed: int,
+    path: Path,
+    base: Mapping[str, object],
+) -> None:
     num, images, preset = source.num, _images(shop, source, seed), shop.preset
     num_fine = max(num, min(_FINE, len(shop.world.train) // 16))
-    training = shop.training(source.budget, preset.batch_size // num, rate, seed, source.updates)
+    batch_size = preset.batch_size
+    if not source.whole:
+        batch_size //= num
+    training = shop.training(source.budget, batch_size, rate, seed, source.updates)
     names = island_names(num)
     others = [
         {"silo_id": island, "path": path, "prediction": prediction}
@@ -138,11 +163,11 @@ def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) 
                 "fit_images": preset.fit_images,
                 "num_groups": num_fine,
             },
+            **base,
         }
     )
     known = source.partition in ("clusters", "random")
     by = source.partition if known else _column(source, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
     dataset = Dataset(images, shop.world.train.images, open_image_set(images, recipe.data, None))
     split(dataset, recipe, num if known else None, by, path, _PASSPHRASE, shop.clock.check)
 
@@ -157,7 +182,7 @@ def _images(shop: Workshop, source: Experts, seed: int) -> Path:
     if source.partition == "unequal":
         makers[_column(source, seed)] = lambda: world.unequal(world.train.images)
     elif source.partition == "silos":
-        makers[_column(source, seed)] = lambda: world.silos(source.num, seed)
+        makers[_column(source, seed)] = lambda: world.silos(source.num, seed, source.concentration)
     with alone(shop.out, folder.name, wait=True):
         folder.mkdir(parents=True, exist_ok=True)
         for name, make in makers.items():
@@ -168,4 +193,7 @@ def _images(shop: Workshop, source: Experts, seed: int) -> Path:
 
 
 def _column(source: Experts, seed: int) -> str:
-    return f"{source.partition}{source.num}_{seed}"
+    name = f"{source.partition}{source.num}_{seed}"
+    if source.concentration != CONCENTRATION:
+        name += f"_{source.concentration:g}".replace(".", "p")
+    return name

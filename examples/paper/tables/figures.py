@@ -30,6 +30,7 @@ _BARS = {  # figure, title and unit of each panel of a table's picture
     ),
     8: (_FID, ("bytes", "megabytes on the wire", 1e6)),
     9: (_FID, ("agreement", "agreement with the class", 1.0)),
+    11: (_FID, ("own_fid", "FID against a silo's own images", 1.0)),
 }
 _LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac", "#b0307a")
 

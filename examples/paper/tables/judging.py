@@ -104,6 +104,19 @@ class Judge:
             0
         ]["fid"].value
 
+    def fid(self, images: Tensor, rows: Tensor | None = None) -> Figure:
+        """Return the FID against the test images, or some of them.
+
+        Args:
+            images: samples in the data's range.
+            rows: which test images; None for all.
+        """
+        reference = self.test
+        if rows is not None:
+            reference = FeatureSet.of(self.test.features_ND[rows], NEIGHBOURS)
+        samples = FeatureSet.of(self.classifier.encode(images), NEIGHBOURS)
+        return Figure.of(measure(samples, reference)[0]["fid"])
+
     def agreement(self, images: Tensor, classes: Tensor) -> Figure:
         """Return the share of samples in which the classifier finds the class that they were asked for."""
         share = self.classifier.accuracy(images, classes)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isclose
 from pathlib import Path
@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from aggregator.planning.released_base import MAX_COMPARED_IMAGES, velocity_loss
+from ddm.diffusion.path import path_named
 from ddm.ensemble import Ensemble
 from ddm.errors import NumericalError
 from ddm.evaluation.shares import share_error
@@ -17,14 +19,15 @@ from ddm.protocol.base import sha256_hex
 from ddm.routers.calibration import Calibrated
 from ddm.sampling.samples import Samples
 from ddm.system.console import say
-from examples.paper.tables.averaging import averaged, wire
+from examples.paper.tables.averaging import averaged, averaged_in_process, wire
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import World
 from examples.paper.tables.drawing import classes_of, drawn, prepared, prior_of
 from examples.paper.tables.ensembles import experts, island_of, islands_of
 from examples.paper.tables.fitted import Routers, completion_error, with_router
+from examples.paper.tables.joining import JOINING
 from examples.paper.tables.judging import Judge, clipped
-from examples.paper.tables.models import Made, Workshop, monolith
+from examples.paper.tables.models import Made, Weights, Workshop, monolith, network_of
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.published import Published
 from examples.paper.tables.rates import best_rate, kind_of, only_rate, settled, tuned_as
@@ -42,8 +45,10 @@ from examples.paper.tables.results import (
 from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import (
+    PUBLIC_BASE,
     Experts,
     Federated,
+    FirstRound,
     Monolith,
     Student,
     Trained,
@@ -259,15 +264,35 @@ class Lab:
     def _trained(self, source: Trained, rate: float, seed: int, name: str) -> Made:
         match source:
             case Monolith():
-                return monolith(self.workshop, source, rate, seed, name)
+                start = self._start(source.start, seed)
+                return monolith(self.workshop, source, rate, seed, name, start)
             case Experts():
-                return experts(self.workshop, source, rate, seed, name)
+                start = self._start(source.start, seed)
+                return experts(self.workshop, source, rate, seed, name, start)
+            case Federated() if source.in_process:
+                start = self._start(source.start, seed)
+                return averaged_in_process(self.workshop, source, rate, seed, name, start)
             case Federated():
                 return averaged(self.workshop, source, rate, seed, name)
             case Student():
                 teachers = Experts(budget=source.budget, num=source.num)
                 made = self._made(teachers, self.rate(teachers).rate, seed)
                 return student(self.workshop, source, made, rate, seed, name)
+
+    def _start(self, source: Monolith | FirstRound | None, seed: int) -> Weights | None:
+        """Return the weights of the model from which others start, trained now unless it is there."""
+        if source is None:
+            return None
+        if isinstance(source, Monolith):
+            return network_of(self.made(source, seed).ensemble, 0).state_dict()
+        ensemble = self.made(source.experts, seed).ensemble
+        images = self.world.public.images[:MAX_COMPARED_IMAGES]
+        eps = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+        losses = [
+            velocity_loss(ensemble.experts[number], path_named("linear"), images, eps)
+            for number in range(len(ensemble.experts))
+        ]
+        return network_of(ensemble, losses.index(min(losses))).state_dict()
 
     def _measured(self, row: Row, seed: int) -> Cell:
         num, of_silos = self.preset.num_samples, row.table == _SILOS
@@ -311,7 +336,60 @@ class Lab:
             figures |= wire(
                 self.workshop, row.source, self.name(row.source, self.rate(row.source).rate, seed)
             )
+        if row.table == JOINING and not isinstance(row.source, Student):
+            figures |= self._joining(row.source, made, seed)
         return self._cell(seed, num, seconds, figures, made, router_of(ensemble, row))
+
+    def _joining(
+        self, source: Monolith | Experts | Federated, made: Made, seed: int
+    ) -> dict[str, Figure]:
+        """Return what travels, what the base cost, and what every silo's expert is worth by itself."""
+        num_bytes = 4 * sum(
+            weight.numel() for weight in network_of(made.ensemble, 0).state_dict().values()
+        )
+        figures: dict[str, float] = {}
+        if source.start is not None:
+            figures["start_flops"] = self._start_cost(source.start, seed)
+        if isinstance(source, Federated):
+            figures["rounds"] = source.rounds
+            figures["bytes"] = 2 * source.rounds * source.num * num_bytes
+        if isinstance(source, Experts):
+            figures["rounds"] = 1 if source.start in (None, PUBLIC_BASE) else 2
+            figures["bytes"] = _num_messages(source) * num_bytes
+            figures |= self._alone(source, made, seed)
+        return {name: Figure(value=float(value)) for name, value in figures.items()}
+
+    def _start_cost(self, source: Monolith | FirstRound, seed: int) -> float:
+        if isinstance(source, FirstRound):
+            return self.made(source.experts, seed).cost.flops
+        return self.made(source, seed).cost.flops
+
+    def _alone(self, source: Experts, made: Made, seed: int) -> dict[str, float]:
+        """Return the FIDs of the silos' single experts against all test images and against the silo's own."""
+        silo_M = self.world.silos_of_test_images(source.num, seed, source.concentration)
+        against_all = []
+        against_own = []
+        for silo in range(source.num):
+            alone = replace(
+                made.ensemble,
+                experts=[made.ensemble.experts[silo]],
+                expert_ids=(),
+                router=None,
+                prior=[1.0],
+            )
+            samples = self._drawn(
+                alone, Row(table=JOINING, label=f"silo {silo}", source=source), seed
+            )
+            images = clipped(samples.images)
+            against_all.append(self.judge.fid(images).value)
+            rows = (silo_M == silo).nonzero().flatten()
+            against_own.append(self.judge.fid(images, rows).value)
+        sizes = [len(rows) for rows in made.own_K]
+        return {
+            "alone_fid": sum(against_all) / source.num,
+            "own_fid": sum(against_own) / source.num,
+            "smallest_own_fid": against_own[sizes.index(min(sizes))],
+        }
 
     def _routers(self, made: Made, seed: int) -> Routers:
         """Return the routers for an ensemble, fitted now unless they are at hand."""
@@ -377,6 +455,20 @@ def settings_of(world: World, preset: Preset) -> str:
     """Return a digest of the data set and all sizes, by which published tables are known to be of the same kind."""
     sizes = preset.model_dump(exclude={"seeds", "chunk"})
     return sha256_hex(repr((_VERSION, world.name, len(world.train), sizes)).encode())[:16]
+
+
+def _num_messages(source: Experts) -> int:
+    """Return how often an expert's weights travel to or from a silo."""
+    num_up = source.num
+    num_down = 0
+    if source.start is not None:
+        num_down = source.num
+    if isinstance(source.start, FirstRound):
+        num_up += source.num
+    elif source.start not in (None, PUBLIC_BASE):
+        # The expert of one silo, which becomes the base of all.
+        num_up += 1
+    return num_up + num_down
 
 
 def router_of(ensemble: Ensemble, row: Row) -> str:

@@ -1,7 +1,7 @@
 """What models of all kinds have in common: recipe, cost, folder; and the dense one, trained once, resumable."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.ensemble import Ensemble
+from ddm.errors import SetupError
 from ddm.io.files import write_atomic
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, count_flops, load_expert
@@ -27,14 +28,16 @@ from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
 from ddm.training.objective import TrainingObjective
 from examples.paper.recipes import ROWS as RECIPES
 from examples.paper.tables.clock import Clock
-from examples.paper.tables.data import World
+from examples.paper.tables.data import Part, World
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Cost, commit
-from examples.paper.tables.sources import Monolith
+from examples.paper.tables.sources import AllImages, Images, Monolith, PublicImages, SiloImages
 
 WEIGHTS, RECORD = "model.safetensors", "cost.json"
 _APART = 1000  # between two seeds: an expert adds its number, and each draws weights and batches of its own
 FORMER = RECIPES["plain"]  # what plans left to the library before its defaults were measured
+
+Weights = Mapping[str, Tensor]
 
 Run = Callable[
     [nn.Module, Path, Engine, Callable[[Progress], None], Callable[[], bool]], FinishedTraining
@@ -181,8 +184,56 @@ class Workshop:
         return Made(ensemble, cost)
 
 
-def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str) -> Made:
-    """Train one model on all images for as many operations as an ensemble and its router take.
+def network_of(ensemble: Ensemble, number: int) -> nn.Module:
+    """Return an expert of an ensemble, for its weights.
+
+    Raises:
+        SetupError: it is no network.
+    """
+    found = ensemble.experts[number]
+    if not isinstance(found, nn.Module):
+        raise SetupError(
+            "the start of the training",
+            expected="an expert that is a network",
+            got=type(found).__name__,
+        )
+    return found
+
+
+def images_of(world: World, images: Images, seed: int) -> Part:
+    """Return what a dense model is trained on.
+
+    Raises:
+        SetupError: the data set has no public image of these classes.
+    """
+    match images:
+        case AllImages():
+            return world.train
+        case PublicImages():
+            part = world.public.at(torch.isin(world.public.label_N, torch.tensor(images.classes)))
+            if not len(part):
+                raise SetupError(
+                    "the public base",
+                    expected=f"public images of the classes {images.classes}",
+                    got=f"a data set of {world.num_classes} classes",
+                )
+            return part
+        case SiloImages():
+            silo_N = world.silos(images.num, seed, images.concentration)
+            num_K = silo_N.bincount(minlength=images.num)
+            silo = num_K.argmax() if images.silo == "largest" else num_K.argmin()
+            return world.train.at(silo_N == silo)
+
+
+def monolith(
+    shop: Workshop,
+    source: Monolith,
+    rate: float,
+    seed: int,
+    name: str,
+    start: Weights | None = None,
+) -> Made:
+    """Train one model on its images for as many operations as an ensemble and its router take.
 
     Args:
         shop: where.
@@ -190,6 +241,7 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
         rate: learning rate.
         seed: of weights and batches.
         name: of its folder.
+        start: the weights that it starts with; None for random ones.
     """
     recipe = shop.dense_training(source.budget, rate, seed, source.conditional, source.updates)
     recipe = recipe.model_copy(
@@ -203,7 +255,8 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
             FORMER.training.model_copy(update=same | {"learning_rate": rate}),
             FORMER.times,
         )
-    part, condition = shop.world.train, shop.condition(source.conditional)
+    part = images_of(shop.world, source.images, seed)
+    condition = shop.condition(source.conditional)
 
     def run(
         model: nn.Module,
@@ -212,6 +265,8 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
     ) -> FinishedTraining:
+        if start is not None:
+            model.load_state_dict(start)
         label_N = None
         if source.conditional:
             label_N = part.label_N

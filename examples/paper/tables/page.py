@@ -36,10 +36,26 @@ _TITLES = {
     "smallest_followed": "follow the smallest",
     "smallest_drawn": "drawn in its region",
     "smallest_recall": "recall of its test images",
+    "alone_fid": "FID, alone",
+    "own_fid": "FID, own images",
+    "smallest_own_fid": "the smallest silo's",
+    "rounds": "rounds",
+    "bytes": "bytes",
+    "start_flops": "FLOPs of the base",
 }
 _LIMITED = "Without `--row`, which limited some of these runs to rows of their tables, the commands measure all rows."
 _TRAINING = ("training steps x batch", "training FLOPs", "training time")
-_PLACES = {"fid": 1, "fid_pca": 1, "kid": 3, "evaluations": 1, "images_per_s": 0}
+_PLACES = {
+    "fid": 1,
+    "fid_pca": 1,
+    "kid": 3,
+    "evaluations": 1,
+    "images_per_s": 0,
+    "alone_fid": 1,
+    "own_fid": 1,
+    "smallest_own_fid": 1,
+    "rounds": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -256,7 +272,7 @@ def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
     if found is None:
         return ""
     mean, low, high = found
-    if name == "flops":
+    if name in ("flops", "start_flops"):
         return human_flops(mean)
     if name == "wall_s":
         return human_seconds(

@@ -5,13 +5,16 @@ from math import inf
 
 from ddm.errors import NumericalError
 from ddm.protocol.architecture import RATE_TIMES_WIDTH
+from examples.paper.tables.data import CONCENTRATION
 from examples.paper.tables.models import FORMER
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Choice, Cost
 from examples.paper.tables.rows import Row
 from examples.paper.tables.sources import (
+    PUBLIC_BASE,
     Experts,
     Federated,
+    FirstRound,
     Monolith,
     Student,
     Trained,
@@ -24,6 +27,15 @@ _MOST_BEYOND = 2  # rates beyond those of the preset
 def kind_of(source: Trained, preset: Preset) -> str:
     """Name the models that share a rate with this one."""
     batch = preset.batch_size // getattr(source, "updates", 1)
+    if isinstance(source, Experts) and source.whole:
+        # Every silo trains as a monolith does.
+        start = PUBLIC_BASE if source.start else None
+        return kind_of(Monolith(start=start), preset)
+    if _start_of(source) is not None:
+        rounds = f", {source.rounds} rounds" if isinstance(source, Federated) else ""
+        return f"{source.kind}{rounds}, from a base"
+    if isinstance(source, Federated) and source.in_process:
+        return f"{source.kind}, {source.num} silos, {source.rounds} rounds"
     if isinstance(source, Experts):
         if source.num != preset.num_islands:
             return f"{source.num} experts"
@@ -40,13 +52,37 @@ def kind_of(source: Trained, preset: Preset) -> str:
     return "monolith" if source.batch == 1.0 else f"monolith, batch x {source.batch:g}"
 
 
+def _start_of(source: Trained) -> Monolith | FirstRound | None:
+    if isinstance(source, Student):
+        return None
+    return source.start
+
+
 def tuned_as(source: Trained, preset: Preset) -> Trained:
-    """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget."""
+    """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget.
+
+    Those that start from a base take the rate of silos that start from public images of other classes.
+    """
+    start = PUBLIC_BASE if _start_of(source) else None
+    if isinstance(source, Experts) and source.whole:
+        return Monolith(budget=preset.tuning, start=start)
+    if isinstance(source, Experts) and start:
+        return Experts(budget=preset.tuning, num=source.num, partition="silos", start=start)
     if isinstance(source, Monolith):
-        return Monolith(budget=preset.tuning, batch=source.batch, updates=source.updates)
+        return Monolith(
+            budget=preset.tuning, batch=source.batch, updates=source.updates, start=start
+        )
     if isinstance(source, Federated):
         rounds = max(1, round(preset.tuning * source.rounds))
-        return source.model_copy(update={"budget": preset.tuning, "rounds": rounds, "lost": False})
+        return source.model_copy(
+            update={
+                "budget": preset.tuning,
+                "rounds": rounds,
+                "lost": False,
+                "concentration": CONCENTRATION,
+                "start": start,
+            }
+        )
     if isinstance(source, Student):
         plain = {"budget": preset.tuning, "images": "own samples", "teacher": "label", "updates": 1}
         return source.model_copy(update=plain)

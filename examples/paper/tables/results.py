@@ -19,7 +19,13 @@ from ddm.io.files import write_atomic
 from ddm.protocol.base import Model, now_utc, sha256_hex
 
 Document = TypeVar("Document", bound=Model)
-RATIOS = {"fid", "fid_pca"}  # which differ by factors from seed to seed
+RATIOS = {
+    "fid",
+    "fid_pca",
+    "alone_fid",
+    "own_fid",
+    "smallest_own_fid",
+}  # which differ by factors from seed to seed
 # which lie between 0 and 1
 _SHARES = {
     "precision",

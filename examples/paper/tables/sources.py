@@ -15,6 +15,40 @@ Recipe = Literal["default", "former"]
 Objectives = Literal["velocity", "mixed"]
 Told = Annotated[bool, Field(exclude_if=lambda told: not told)]
 Times = Annotated[int, Field(ge=1, exclude_if=lambda times: times == 1)]
+_UNLESS_NONE = Field(exclude_if=lambda value: value is None)
+Concentration = Annotated[float, Field(gt=0, exclude_if=lambda value: value == 0.5)]
+"""Of the Dirichlet distribution of the silos' classes: the lower it is, the fewer classes a silo has."""
+
+
+class AllImages(Model):
+    """The training images."""
+
+    kind: Literal["all"] = "all"
+
+
+class PublicImages(Model):
+    """The public images of some classes, of which no silo has any."""
+
+    kind: Literal["public"] = "public"
+    classes: tuple[int, ...]
+
+
+class SiloImages(Model):
+    """The training images of one Dirichlet silo.
+
+    Attributes:
+        num: the number of silos.
+        concentration: of the classes.
+        silo: the one with the most images, or the fewest.
+    """
+
+    kind: Literal["silo"] = "silo"
+    num: int
+    concentration: float = 0.5
+    silo: Literal["largest", "smallest"]
+
+
+Images = Annotated[AllImages | PublicImages | SiloImages, Field(discriminator="kind")]
 
 
 class Monolith(Model):
@@ -27,6 +61,8 @@ class Monolith(Model):
         recipe: what plans leave to the library; or what they left to it before: uniform t, a constant rate.
         tuned: whether its rate is chosen among several, or is the one that plans take where they name none.
         conditional: whether it is told the class of an image.
+        images: what it is trained on.
+        start: the model with whose weights it starts; None for random ones.
     """
 
     kind: Literal["monolith"] = "monolith"
@@ -36,6 +72,8 @@ class Monolith(Model):
     recipe: Annotated[Recipe, Field(exclude_if=lambda recipe: recipe == "default")] = "default"
     tuned: Annotated[bool, Field(exclude_if=lambda tuned: tuned)] = True
     conditional: Told = False
+    images: Annotated[Images, Field(exclude_if=lambda images: images.kind == "all")] = AllImages()
+    start: "Annotated[Monolith | None, _UNLESS_NONE]" = None
 
 
 class Experts(Model):
@@ -46,8 +84,11 @@ class Experts(Model):
         num: K.
         updates: how many times as many steps an expert takes, each of as many times fewer images.
         partition: whose images an expert has.
+        concentration: of the classes of Dirichlet silos.
+        whole: whether every silo brings the whole budget, in the monolith's batches.
         objectives: what experts predict, on which path: all velocities on the linear one, or one of `MIXED` in turn.
         conditional: whether experts and router are told the class of an image.
+        start: the model with whose weights all experts start; None for random ones.
     """
 
     kind: Literal["experts"] = "experts"
@@ -55,10 +96,20 @@ class Experts(Model):
     num: int
     updates: Times = 1
     partition: Partition = "clusters"
+    concentration: Concentration = 0.5
+    whole: Told = False
     objectives: Annotated[Objectives, Field(exclude_if=lambda which: which == "velocity")] = (
         "velocity"
     )
     conditional: Told = False
+    start: "Annotated[Monolith | FirstRound | None, _UNLESS_NONE]" = None
+
+
+class FirstRound(Model):
+    """The best expert of an earlier ensemble: the one with the lowest loss on the public images."""
+
+    kind: Literal["first round"] = "first round"
+    experts: Experts
 
 
 class Student(Model):
@@ -103,6 +154,10 @@ class Federated(Model):
         rounds: of averaging.
         mu: weight of FedProx's proximal term.
         lost: whether the last silo is killed half-way.
+        concentration: of the silos' classes.
+        in_process: whether silos take turns in this process, with Flower's mean but without its messages; then what
+            travels is the size of the weights.
+        start: the model with whose weights the first round starts; None for random ones.
     """
 
     kind: Literal["federated"] = "federated"
@@ -112,6 +167,9 @@ class Federated(Model):
     rounds: int
     mu: float = 0.0
     lost: bool = False
+    concentration: Concentration = 0.5
+    in_process: Told = False
+    start: Annotated[Monolith | None, _UNLESS_NONE] = None
 
     @property
     def conditional(self) -> bool:
@@ -124,6 +182,10 @@ class TrainingImages(Model):
 
     kind: Literal["training images"] = "training images"
 
+
+Experts.model_rebuild()
+# Trousers, sneakers and bags in Fashion-MNIST: unlike each other, and most others.
+PUBLIC_BASE = Monolith(images=PublicImages(classes=(1, 7, 8)))
 
 Trained = Monolith | Experts | Student | Federated
 Source = Annotated[Trained | TrainingImages, Field(discriminator="kind")]

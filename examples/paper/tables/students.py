@@ -7,14 +7,12 @@ from torch import nn
 
 from ddm.distillation.dataset import DistillationData, SampleRecipe, own_samples
 from ddm.distillation.distill import distill
-from ddm.ensemble import Ensemble
-from ddm.errors import SetupError
 from ddm.models import count_flops
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.learning import LogitNormalT
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining, Progress, TrainingRun
-from examples.paper.tables.models import RECORD, Made, Workshop
+from examples.paper.tables.models import RECORD, Made, Workshop, network_of
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Student
 
@@ -56,7 +54,9 @@ def student(
         should_stop: Callable[[], bool],
     ) -> FinishedTraining:
         if source.start == "expert":
-            model.load_state_dict(_largest(teachers.ensemble).state_dict())
+            prior = list(teachers.ensemble.prior)
+            largest = network_of(teachers.ensemble, prior.index(max(prior)))
+            model.load_state_dict(largest.state_dict())
         return distill(
             teachers.ensemble,
             model,
@@ -70,17 +70,6 @@ def student(
 
     shop.trained(name, False, settings, run, teaching=float(forward) * (asked + own))
     return shop.opened(name)
-
-
-def _largest(ensemble: Ensemble) -> nn.Module:
-    """Return the expert with the largest prior."""
-    prior = list(ensemble.prior)
-    found = ensemble.experts[prior.index(max(prior))]
-    if not isinstance(found, nn.Module):
-        raise SetupError(
-            "the student's start", expected="an expert that is a network", got=type(found).__name__
-        )
-    return found
 
 
 def _images(

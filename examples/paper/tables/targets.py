@@ -7,12 +7,22 @@ from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
+from examples.paper.tables.data import CONCENTRATION
 from examples.paper.tables.further import (
     FEDAVG,
     FROM_EXPERT,
     ONE_SHOT,
     STRATEGIES_OF_ROUTERS,
     STUDENT,
+)
+from examples.paper.tables.joining import (
+    JOINING,
+    LARGEST,
+    PUBLIC,
+    RANDOM,
+    averaging,
+    ensemble,
+    pooled,
 )
 from examples.paper.tables.published import Cells
 from examples.paper.tables.results import Cell, spread
@@ -87,7 +97,68 @@ def targets(found: Mapping[int, Cells]) -> list[Target]:
         _one_shot(found.get(8, {})),
         _ratio(former, 0.6, first, UNTUNED, FORMER),
     ]
-    return rows
+    return rows + _joining(found.get(JOINING, {}))
+
+
+def _joining(cells: Cells) -> list[Target]:
+    """What joining and a shared base bring; see `examples.paper.tables.joining`."""
+    by_start = {start: ensemble(CONCENTRATION, start) for start in (RANDOM, PUBLIC, LARGEST)}
+    whole = {start: ensemble(CONCENTRATION, start, whole=True) for start in (RANDOM, LARGEST)}
+    many_rounds = averaging(CONCENTRATION, 100, PUBLIC)
+    silos = "FID of Dirichlet(.5) silos from a public base over that of"
+    alone = "FID of the ensemble over that of the mean silo alone, whole budgets"
+    own = "FID of a silo's expert against its own images over that without a base, whole budgets"
+    return [
+        _ratio(
+            f"{silos} pooled training from random weights",
+            1.1,
+            cells,
+            by_start[PUBLIC],
+            pooled(RANDOM),
+        ),
+        _ratio(
+            f"{silos} pooled training from the same base",
+            1.3,
+            cells,
+            by_start[PUBLIC],
+            pooled(PUBLIC),
+        ),
+        _ratio(
+            f"{silos} 100 rounds of FedAvg from the same base",
+            1.0,
+            cells,
+            by_start[PUBLIC],
+            many_rounds,
+        ),
+        _ratio(
+            "FID of silos from one silo's expert over that from random weights, equal FLOPs in all",
+            0.5,
+            cells,
+            by_start[LARGEST],
+            by_start[RANDOM],
+        ),
+        _ratio(alone, 0.1, cells, whole[RANDOM], whole[RANDOM], name="fid", name_under="alone_fid"),
+        _ratio(
+            f"{alone}, the ensemble from one silo's expert",
+            0.1,
+            cells,
+            whole[LARGEST],
+            whole[RANDOM],
+            name="fid",
+            name_under="alone_fid",
+        ),
+        _ratio(
+            f"{own}, mean of the silos", 1.0, cells, whole[LARGEST], whole[RANDOM], name="own_fid"
+        ),
+        _ratio(
+            f"{own}, the smallest silo",
+            0.8,
+            cells,
+            whole[LARGEST],
+            whole[RANDOM],
+            name="smallest_own_fid",
+        ),
+    ]
 
 
 def _neutral(cells: Cells) -> Target:
@@ -158,15 +229,25 @@ def best_neutral(cells: Cells) -> str | None:
 
 
 def _ratio(
-    figure: str, most: float, cells: Cells, over: str | None, under: str, *, name: str = "fid"
+    figure: str,
+    most: float,
+    cells: Cells,
+    over: str | None,
+    under: str,
+    *,
+    name: str = "fid",
+    name_under: str | None = None,
 ) -> Target:
     target = f"at most {most:g}"
     if over is None or over not in cells or under not in cells:
         return Target(figure, target)
     seeds = sorted(cells[over].keys() & cells[under].keys())
     pairs = [(cells[over][seed], cells[under][seed]) for seed in seeds]
+    name_under = name_under or name
     values = [
-        a.figures[name].value / b.figures[name].value for a, b in pairs if b.figures[name].value
+        a.figures[name].value / b.figures[name_under].value
+        for a, b in pairs
+        if b.figures[name_under].value
     ]
     return _target(figure, target, values, most, [cell for pair in pairs for cell in pair], over)
 

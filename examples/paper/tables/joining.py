@@ -1,0 +1,132 @@
+"""Table 11: what joining brings, with and without a shared base."""
+
+from examples.paper.tables.data import CONCENTRATION
+from examples.paper.tables.presets import Preset
+from examples.paper.tables.rows import Row, Table
+from examples.paper.tables.sources import (
+    PUBLIC_BASE,
+    Experts,
+    Federated,
+    FirstRound,
+    Monolith,
+    SiloImages,
+)
+
+JOINING = 11
+RANDOM = "random weights"
+PUBLIC = "the public base"
+LARGEST = "the largest silo's expert"
+SMALLEST = "the smallest silo's expert"
+SECOND = "the best expert of a first round"
+FEWER_CLASSES = 0.1  # concentration of the silos that differ more
+
+
+def pooled(start: str) -> str:
+    """Name the row of one model of all images."""
+    return f"pooled, from {start}"
+
+
+def ensemble(concentration: float, start: str, *, whole: bool = False) -> str:
+    """Name the row of an ensemble of silos."""
+    budget = "whole budgets" if whole else "equal FLOPs"
+    return f"Dirichlet {concentration:g}, {budget}: ensemble, from {start}"
+
+
+def averaging(concentration: float, rounds: int, start: str) -> str:
+    """Name the row of federated averaging over the same silos."""
+    return f"Dirichlet {concentration:g}, equal FLOPs: FedAvg, {rounds} rounds, from {start}"
+
+
+def joining(preset: Preset) -> Table:
+    """Table 11: silos alone and together, federated averaging and pooled training, by where training starts."""
+    rows = [
+        Row(table=JOINING, label=pooled(RANDOM), source=Monolith()),
+        Row(table=JOINING, label=pooled(PUBLIC), source=Monolith(start=PUBLIC_BASE)),
+    ]
+    for concentration in (CONCENTRATION, FEWER_CLASSES):
+        rows += _equal_flops(preset, concentration)
+        rows += _whole_budgets(preset, concentration)
+    columns = (
+        "fid",
+        "recall",
+        "alone_fid",
+        "own_fid",
+        "smallest_own_fid",
+        "rounds",
+        "bytes",
+        "start_flops",
+    )
+    note = (
+        f"{preset.num_islands} silos that divide every class by a draw of a Dirichlet distribution. FID and recall are "
+        "those of the ensemble (lock(1)) or of the one model against all test images. *Alone* is the mean FID of the "
+        "silos' single experts against all test images, *own* that against test images with the silo's own mix of "
+        "classes, which the ensemble draws where it is asked for that silo alone. At equal FLOPs all silos together "
+        "take as many operations as the pooled model, and so do a base from within the federation and what follows: "
+        "half of them for the base, which is trained on the images of one silo, or for a first round, and half for the "
+        "experts. With whole budgets every silo takes as many operations as the pooled model, and a base from within "
+        "as many more. The public base is trained on public images of three classes (trousers, sneakers and bags) for "
+        "as many operations as the pooled model, which are counted in the last column alone. Rates of models that "
+        "start from a base were chosen on silos that start from the public base. FedAvg is run in one process with "
+        "Flower's mean: its bytes are those of the weights, as are those of the ensemble, without messages and "
+        "documents; table 8 counts them on the wire."
+    )
+    return Table(JOINING, "What joining brings", columns, rows, note)
+
+
+def _equal_flops(preset: Preset, concentration: float) -> list[Row]:
+    half = 0.5
+    silos = Experts(num=preset.num_islands, partition="silos", concentration=concentration)
+    second_half = silos.model_copy(update={"budget": half})
+    sources = {
+        RANDOM: silos,
+        PUBLIC: silos.model_copy(update={"start": PUBLIC_BASE}),
+        LARGEST: second_half.model_copy(
+            update={"start": _expert_of(preset, concentration, "largest", half)}
+        ),
+        SMALLEST: second_half.model_copy(
+            update={"start": _expert_of(preset, concentration, "smallest", half)}
+        ),
+        SECOND: second_half.model_copy(update={"start": FirstRound(experts=second_half)}),
+    }
+    rows = [
+        Row(table=JOINING, label=ensemble(concentration, start), source=source)
+        for start, source in sources.items()
+    ]
+    for rounds in (preset.rounds, preset.fewer_rounds):
+        for start, base in ((RANDOM, None), (PUBLIC, PUBLIC_BASE)):
+            source = Federated(
+                num=preset.num_islands,
+                rounds=rounds,
+                concentration=concentration,
+                in_process=True,
+                start=base,
+            )
+            label = averaging(concentration, rounds, start)
+            rows.append(Row(table=JOINING, label=label, source=source))
+    return rows
+
+
+def _whole_budgets(preset: Preset, concentration: float) -> list[Row]:
+    silos = Experts(
+        num=preset.num_islands, partition="silos", concentration=concentration, whole=True
+    )
+    starts = {
+        RANDOM: None,
+        PUBLIC: PUBLIC_BASE,
+        LARGEST: _expert_of(preset, concentration, "largest", 1.0),
+    }
+    return [
+        Row(
+            table=JOINING,
+            label=ensemble(concentration, start, whole=True),
+            source=silos.model_copy(update={"start": base}),
+        )
+        for start, base in starts.items()
+    ]
+
+
+def _expert_of(preset: Preset, concentration: float, silo: str, budget: float) -> Monolith:
+    images = SiloImages.model_validate(
+        {"num": preset.num_islands, "concentration": concentration, "silo": silo}
+    )
+    return Monolith(images=images, budget=budget)
