@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ddm.errors import NumericalError, TransportError
+from ddm.io.tensors import load_tensors
 from ddm.models import build_expert
 from ddm.protocol.architecture import Dit
 from examples.paper.federated.flattening import flat, named
@@ -13,6 +14,7 @@ from examples.paper.federated.running import run
 from examples.paper.federated.terms import DONE, FAILED, LOST, ROUND, Terms
 from examples.paper.federated.terms import TERMS as TERMS_FILE
 from examples.paper.federated.trainer import learn, pull
+from examples.paper.tables.averaging import rounds_in_process
 from examples.paper.tables.further import FEDAVG, ONE_SHOT
 from examples.paper.tables.results import Cell, Figure
 from examples.paper.tables.targets import targets
@@ -165,6 +167,29 @@ def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(
     size = len(first)
     # as many messages as weights that went each way
     assert counted.up > 5 * size and counted.down > 5 * size
+
+
+@pytest.mark.slow
+def test_averaging_in_one_process_gives_the_weights_that_flower_gives(tmp_path: Path) -> None:
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    silos = []
+    for silo in range(2):
+        images = generator.uniform(-1, 1, (20 + 30 * silo, 1, 4, 4)).astype(np.float32)
+        np.save(tmp_path / f"silo{silo}.npy", images)
+        silos.append(torch.from_numpy(images))
+    terms = TERMS.model_copy(update={"method": "fedavg", "rounds": 2, "num_steps": 6})
+    run(tmp_path, terms, lambda: None)
+    by_flower = load_tensors(tmp_path / ROUND.format(2), None, max_bytes=1 << 20)
+    start = build_expert(terms.network, terms.shape, seed=terms.seed).state_dict()
+    rounds: list[int] = []
+    in_process, flops = rounds_in_process(terms, silos, start, rounds.append)
+    assert rounds == [1, 2] and flops > 0
+    for name, weight in in_process.items():
+        # Flower adds the silos up in the order in which they answer.
+        torch.testing.assert_close(weight, by_flower[name], rtol=1e-5, atol=1e-6)
+    assert any(not torch.allclose(weight, start[name]) for name, weight in in_process.items())
 
 
 @pytest.mark.slow

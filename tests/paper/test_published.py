@@ -10,7 +10,9 @@ from pytest import CaptureFixture, MonkeyPatch
 from ddm.errors import DataError, MissingFileError
 from examples.paper import run
 from examples.paper.tables.judging import CLASSIFIER
-from examples.paper.tables.published import RECORD, Published, read_cells, write_cells
+from examples.paper.tables.lab import settings_digest
+from examples.paper.tables.presets import preset_for
+from examples.paper.tables.published import RECORD, Published, Record, read_cells, write_cells
 from examples.paper.tables.results import Cell, Cost, Figure
 from tests.paper.test_tables import tiny, words
 
@@ -120,3 +122,10 @@ def test_figures_come_back_from_their_csv(tmp_path: Path) -> None:
         path.write_text(damaged, "utf-8")
         with pytest.raises(DataError):
             read_cells(path)
+
+
+def test_published_tables_are_of_the_sizes_that_the_preset_has_now() -> None:
+    """Else nobody could continue them by the commands on their page."""
+    folder = Path(__file__).parents[2] / "docs/results/tables-fashion-mnist"
+    settings = settings_digest("fashion-mnist", 37_500, preset_for("cpu", (1, 28, 28)))
+    assert Record.read(folder, settings).tables

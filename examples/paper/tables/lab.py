@@ -249,7 +249,7 @@ class Lab:
             _VERSION,
             self.world.name,
             len(self.world.train),
-            self.preset.model_dump(include=_TRAINING),
+            self.preset.sizes(include=_TRAINING),
         )
         return f"{source.kind}-{sha256_hex(repr((*key, source.model_dump(), rate, seed)).encode())[:10]}"
 
@@ -355,7 +355,7 @@ class Lab:
             figures["bytes"] = 2 * source.rounds * source.num * num_bytes
         if isinstance(source, Experts):
             figures["rounds"] = 1 if source.start in (None, PUBLIC_BASE) else 2
-            figures["bytes"] = _num_messages(source) * num_bytes
+            figures["bytes"] = num_messages(source) * num_bytes
             figures |= self._alone(source, made, seed)
         return {name: Figure(value=float(value)) for name, value in figures.items()}
 
@@ -445,19 +445,28 @@ class Lab:
 
 def depends_on(world: World, preset: Preset) -> tuple[int, str, int, dict[str, object]]:
     """Return all that every figure depends on, beside its row, its seed and the classifier."""
-    sizes = preset.model_dump(
-        include={*_TRAINING, "rates", "tuning", "num_samples", "sampling_steps"}
-    )
+    sizes = preset.sizes(include={*_TRAINING, "rates", "tuning", "num_samples", "sampling_steps"})
     return _VERSION, world.name, len(world.train), sizes
 
 
 def settings_of(world: World, preset: Preset) -> str:
     """Return a digest of the data set and all sizes, by which published tables are known to be of the same kind."""
-    sizes = preset.model_dump(exclude={"seeds", "chunk"})
-    return sha256_hex(repr((_VERSION, world.name, len(world.train), sizes)).encode())[:16]
+    return settings_digest(world.name, len(world.train), preset)
 
 
-def _num_messages(source: Experts) -> int:
+def settings_digest(name: str, num_images: int, preset: Preset) -> str:
+    """See `settings_of`.
+
+    Args:
+        name: of the data set.
+        num_images: training images.
+        preset: the sizes.
+    """
+    sizes = preset.sizes(exclude={"seeds", "chunk"})
+    return sha256_hex(repr((_VERSION, name, num_images, sizes)).encode())[:16]
+
+
+def num_messages(source: Experts) -> int:
     """Return how often an expert's weights travel to or from a silo."""
     num_up = source.num
     num_down = 0

@@ -1,6 +1,6 @@
 """How large everything is: a few seconds a model, a few minutes, or a data-centre GPU."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Literal
 
 from ddm.protocol.architecture import RATE_TIMES_WIDTH, Dit
@@ -80,6 +80,26 @@ class Preset(Model):
     guidance: tuple[float, ...] = (1.0, 3.0)
     chunk: int = 128
     seeds: int = 3
+
+    def sizes(
+        self, *, include: Set[str] | None = None, exclude: Set[str] | None = None
+    ) -> dict[str, object]:
+        """Return fields by name, of network and router those alone that are not the default.
+
+        A field that these documents gain later, with a default that changes nothing, leaves the sizes as they were, so
+        that what was measured before can be continued.
+
+        Args:
+            include: names of fields; all where None.
+            exclude: names of fields to leave out.
+        """
+        sizes = self.model_dump(
+            include=set(include) if include else None, exclude=set(exclude) if exclude else None
+        )
+        for name in ("network", "transformer"):
+            if name in sizes:
+                sizes[name] = getattr(self, name).model_dump(exclude_defaults=True)
+        return sizes
 
     def scaled(self, share: float) -> "Preset":
         """Return it with this share of all training steps and samples."""

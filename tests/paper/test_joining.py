@@ -1,0 +1,125 @@
+"""Table 11: who trains on which images, which rate they take, and how often weights travel."""
+
+import pytest
+import torch
+
+from ddm.errors import SetupError
+from examples.paper.tables.data import World, read_world
+from examples.paper.tables.joining import JOINING, PUBLIC, RANDOM, ensemble, joining, pooled
+from examples.paper.tables.lab import num_messages
+from examples.paper.tables.models import images_of
+from examples.paper.tables.presets import preset_for
+from examples.paper.tables.rates import kind_of, tuned_as
+from examples.paper.tables.results import Cell, Figure
+from examples.paper.tables.sources import (
+    PUBLIC_BASE,
+    Experts,
+    Federated,
+    FirstRound,
+    Monolith,
+    PublicImages,
+    SiloImages,
+)
+from examples.paper.tables.targets import Target, targets
+
+PRESET = preset_for("cpu", (1, 28, 28))
+SILOS = Experts(num=8, partition="silos")
+LARGEST = Monolith(images=SiloImages(num=8, silo="largest"))
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return read_world("digits", None)
+
+
+@pytest.mark.parametrize("concentration", [0.5, 0.1])
+def test_test_images_of_a_silo_have_its_mix_of_classes(world: World, concentration: float) -> None:
+    num = 4
+    train_N = world.silos(num, 3, concentration)
+    test_M = world.silos_of_test_images(num, 3, concentration)
+    for label in range(10):
+        of_train = train_N[world.train.label_N == label].bincount(minlength=num).double()
+        of_test = test_M[world.test.label_N == label].bincount(minlength=num).double()
+        difference = of_train / of_train.sum() - of_test / of_test.sum()
+        # Four standard deviations of the difference of two shares of .5, the largest there are.
+        limit = 4 * 0.5 * (1 / of_train.sum() + 1 / of_test.sum()).sqrt()
+        assert float(difference.abs().max()) < float(limit)
+
+
+def test_public_base_learns_no_image_of_another_class_or_of_a_silo(world: World) -> None:
+    part = images_of(world, PublicImages(classes=(1, 7, 8)), seed=0)
+    assert set(part.label_N.tolist()) == {1, 7, 8}
+    assert len(part) == int(torch.isin(world.public.label_N, torch.tensor([1, 7, 8])).sum())
+    with pytest.raises(SetupError) as caught:
+        images_of(world, PublicImages(classes=(11,)), seed=0)
+    assert caught.value.subject == "the public base"
+
+
+def test_base_from_within_learns_the_images_of_one_silo(world: World) -> None:
+    sizes = world.silos(8, 0).bincount(minlength=8)
+    for which, size in (("largest", sizes.max()), ("smallest", sizes.min())):
+        images = SiloImages.model_validate({"num": 8, "silo": which})
+        assert len(images_of(world, images, seed=0)) == int(size)
+
+
+def test_models_that_start_alike_share_a_rate_which_is_chosen_from_the_public_base() -> None:
+    halves = SILOS.model_copy(update={"budget": 0.5, "start": LARGEST})
+    from_public = SILOS.model_copy(update={"start": PUBLIC_BASE, "concentration": 0.1})
+    assert kind_of(halves, PRESET) == kind_of(from_public, PRESET) != kind_of(SILOS, PRESET)
+    assert tuned_as(halves, PRESET) == tuned_as(from_public, PRESET)
+    assert tuned_as(halves, PRESET).start == PUBLIC_BASE  # type: ignore[union-attr]
+    # A silo with its whole budget trains as the pooled model does.
+    whole = SILOS.model_copy(update={"whole": True})
+    assert kind_of(whole, PRESET) == kind_of(Monolith(), PRESET)
+    assert tuned_as(whole, PRESET) == tuned_as(Monolith(), PRESET)
+    averaged = Federated(num=8, rounds=100, in_process=True)
+    from_base = averaged.model_copy(update={"start": PUBLIC_BASE})
+    assert len({kind_of(source, PRESET) for source in (averaged, from_base)}) == 2
+
+
+def test_base_travels_to_every_silo_and_one_from_within_comes_from_one() -> None:
+    first_round = FirstRound(experts=SILOS)
+    starts = {None: 8, PUBLIC_BASE: 16, LARGEST: 17, first_round: 24}
+    for start, num in starts.items():
+        assert num_messages(SILOS.model_copy(update={"start": start})) == num
+
+
+def test_all_models_of_the_table_have_their_own_folders() -> None:
+    rows = joining(PRESET).rows
+    assert len({row.label for row in rows}) == len(rows)
+    assert len({row.source.model_dump_json() for row in rows}) == len(rows)
+
+
+def test_targets_compare_the_rows_that_they_name() -> None:
+    def cells(**figures: float) -> dict[int, Cell]:
+        return {
+            seed: Cell(
+                seed=seed,
+                cost=None,
+                router="",
+                num_samples=1,
+                sampling_seconds=1.0,
+                figures={name: Figure(value=value) for name, value in figures.items()},
+                commit="c",
+                hardware="h",
+                utc="0",
+            )
+            for seed in range(3)
+        }
+
+    measured = {
+        pooled(RANDOM): cells(fid=12.0),
+        ensemble(0.5, PUBLIC): cells(fid=12.6),
+        ensemble(0.5, RANDOM, whole=True): cells(fid=7.0, alone_fid=77.0),
+    }
+    reached = {target.figure: target for target in targets({JOINING: measured})}
+
+    def named(*words: str) -> Target:
+        (found,) = [reached[figure] for figure in reached if all(word in figure for word in words)]
+        return found
+
+    over_pooled = named("public base", "pooled training from random weights")
+    assert over_pooled.value == pytest.approx(1.05) and over_pooled.met == "yes"
+    over_alone = reached["FID of the ensemble over that of the mean silo alone, whole budgets"]
+    assert over_alone.value == pytest.approx(1 / 11) and over_alone.met == "yes"
+    assert named("100 rounds").value is None
