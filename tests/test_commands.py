@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ddm.trust.verify import verify_release
 from silo.config import Site
 from tests.conftest import PublishedRelease
 from tests.support.case import case
+from tests.support.commands import run_command
 from tests.support.federation import (
     PASSPHRASE,
     POLICY,
@@ -430,6 +432,14 @@ def test_publish_never_touches_what_is_there(
     assert {
         path: path.read_bytes() for path in published.release.rglob("*") if path.is_file()
     } == before
+
+
+@pytest.mark.parametrize("program", ["aggregator", "ddm", "silo"])
+def test_every_program_prints_the_version_that_the_project_states(program: str) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
+    shown = run_command(program, "--version")
+    assert shown.code == 0, shown.err
+    assert shown.out == f"{project['project']['version']}\n"
 
 
 def test_aggregator_run_names_a_busy_port_and_starts_nothing(

@@ -55,6 +55,26 @@ LogJsonOption = Annotated[
         rich_help_panel="Logging",
     ),
 ]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        # Imported here: reading the metadata takes longer than the start of most commands.
+        from ddm.system.version import installed_version
+
+        say(installed_version())
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        callback=_show_version,
+        is_eager=True,
+        help="Print the version of the toolkit, and exit.",
+    ),
+]
 DigestsOption = Annotated[
     bool, typer.Option("--digests", help="Also print the digests that the words stand for.")
 ]
@@ -82,11 +102,15 @@ class ResumableCommand:
 
 
 def new_program(help_text: str) -> typer.Typer:
-    """Make a program of several commands; before them it takes the options that choose what is logged, and how."""
+    """Make a program of several commands; before them it takes the options for its log and its version."""
     app = new_app(help_text)
 
     @app.callback()
-    def choose_logging(verbose: VerboseOption = False, log_json: LogJsonOption = False) -> None:
+    def choose_logging(
+        verbose: VerboseOption = False,
+        log_json: LogJsonOption = False,
+        version: VersionOption = False,
+    ) -> None:
         inherited = LogOptions.from_environment()
         start_logging(LogOptions(verbose or inherited.verbose, log_json or inherited.as_json))
 

@@ -55,9 +55,8 @@ def service(
     ] = None,
 ) -> None:
     """Write the files that run worker and courier as two separate services; nothing else is changed."""
-    from importlib.metadata import version
-
     from ddm.services.units import write_services
+    from ddm.system.version import installed_version
     from silo.services.units import ServiceUsers, container_service_files, user_service_files
 
     opened_site = Site(site).require()
@@ -80,7 +79,7 @@ def service(
                 got="--kind containers",
                 remedy="Leave them out: the containers belong to the user who starts them.",
             )
-        default_image = f"localhost/archipelago:{version('archipelago')}"
+        default_image = f"localhost/archipelago:{installed_version()}"
         files = container_service_files(opened_site, image or default_image, PODMAN)
     write_services(out, files)
     say(f"Written to {out}: {', '.join(sorted(files))}.")

@@ -27,6 +27,7 @@ from ddm.protocol.submission import (
 )
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.statistics.of_plan import statistics_of
+from ddm.system.version import installed_version
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.audit.report import check_waiver
@@ -117,7 +118,7 @@ def write_draft(
         approval=None,
         carry_over=terms.carry_over,
         serve_as_base=terms.serve_as_base,
-        software={"archipelago": version("archipelago"), "torch": version("torch")},
+        software={"archipelago": installed_version(), "torch": version("torch")},
     )
 
 

@@ -1,0 +1,11 @@
+"""The version of this toolkit, as it is installed."""
+
+from importlib import metadata
+
+# As the package index knows it; the programs and packages have names of their own.
+DISTRIBUTION = "archipelago"
+
+
+def installed_version() -> str:
+    """Return the version, such as ``0.1.0``."""
+    return metadata.version(DISTRIBUTION)
