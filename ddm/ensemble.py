@@ -66,6 +66,7 @@ from ddm.sampling.inpainting import Inpainting, KnownRegion, MaskedImages, inpai
 from ddm.sampling.mixture import Mixture, mix_velocity
 from ddm.sampling.options import DEFAULT_OPTIONS, SamplingOptions
 from ddm.sampling.precision import CastExperts, check_dtype
+from ddm.sampling.progress import sampling_progress
 from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.samples import Samples, check_finite
 from ddm.sampling.start import InitialState, at_times, make_initial_state
@@ -155,6 +156,10 @@ class Ensemble:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+        if not isinstance(self.shape, Sequence):
+            raise ShapeError(
+                "shape", expected="whole numbers, such as (1, 28, 28)", got=repr(self.shape)
+            )
         # For its checks: every use of the prior begins with them, and here they fail where it is written.
         log_prior(self.prior, len(self.experts))
         if self.expert_ids and len(self.expert_ids) != len(self.experts):
@@ -286,6 +291,7 @@ class Ensemble:
         guidance: float = 0.0,
         prior: Sequence[float] | None = None,
         callback: Callback | None = None,
+        progress: bool = True,
         options: SamplingOptions = DEFAULT_OPTIONS,
     ) -> Samples:
         """Draw samples; the same call returns the same bytes.
@@ -318,6 +324,7 @@ class Ensemble:
             prior: weights in place of the ensemble's own, such as equal weights; 0 withdraws an expert.
             callback: called after each step with all samples, see `ddm.sampling.trajectories.Callback`. Samples then
                 travel together, not expert by expert, which takes the memory of all of them at once.
+            progress: whether a bar is shown, in a terminal or a notebook; `options.on_progress` takes its place.
             options: what is seldom changed: the solver, where samples begin, the shares of a condition, and more.
 
         Raises:
@@ -347,38 +354,24 @@ class Ensemble:
             num_moves = known.num_moves(num_moves)
             max_changes = num_moves
         log = ProvenanceLog(mixture.active_K, num_samples, max_changes)
-        trajectories = Trajectories(
-            mixture=mixture,
-            strategy=resolved_strategy,
-            times=initial_state.times,
-            step=solver_named(options.solver, self.path),
-            router_every=options.router_every,
-            report_step=step_reporter(options.on_progress, num_samples * num_moves),
-            callback=callback,
-            log=log,
-        )
-        run = _SamplingRun(
-            trajectories=trajectories,
-            initial_state=initial_state,
-            known=known,
-            seed=resolve_seed(seed, options.generator),
-            num_moves=num_moves,
-        )
         chunk_size = self._samples_in_flight(num_moves)
         if callback is not None:
             # It sees all samples after each step.
             chunk_size = num_samples
-        latent_chunks = []
-        expert_chunks = []
-        with torch.inference_mode():
-            for first in range(0, num_samples, chunk_size):
-                rows = range(first, min(first + chunk_size, num_samples))
-                arrived = self._integrate(run, rows)
-                # The device holds the samples in flight alone, and main memory all of them.
-                latent_chunks.append(arrived.x_B.cpu())
-                expert_chunks.append(arrived.expert_B.cpu())
-        latents = torch.cat(latent_chunks)
-        expert_N = torch.cat(expert_chunks)
+        resolved_seed = resolve_seed(seed, options.generator)
+        with sampling_progress(options.on_progress, is_shown=progress) as on_progress:
+            trajectories = Trajectories(
+                mixture=mixture,
+                strategy=resolved_strategy,
+                times=initial_state.times,
+                step=solver_named(options.solver, self.path),
+                router_every=options.router_every,
+                report_step=step_reporter(on_progress, num_samples * num_moves),
+                callback=callback,
+                log=log,
+            )
+            run = _SamplingRun(trajectories, initial_state, known, resolved_seed, num_moves)
+            latents, expert_N = self._integrate_all(run, chunk_size)
         check_finite(latents, expert_N, self.expert_ids)
         return Samples(
             images=self.latent.decode(latents),
@@ -465,6 +458,20 @@ class Ensemble:
         sample_bytes = 4 * prod(self.shape) + 8 * num_moves
         # At least a whole chunk, so that large samples are still evaluated as many at once as the caller allows.
         return max(self.chunk_size, _IN_FLIGHT_BYTES // sample_bytes)
+
+    def _integrate_all(self, run: "_SamplingRun", chunk_size: int) -> tuple[Tensor, Tensor]:
+        """Draw all samples, `chunk_size` at a time; return them and the last expert of each, on the CPU."""
+        num_samples = run.initial_state.num_samples
+        latent_chunks = []
+        expert_chunks = []
+        with torch.inference_mode():
+            for first in range(0, num_samples, chunk_size):
+                rows = range(first, min(first + chunk_size, num_samples))
+                arrived = self._integrate(run, rows)
+                # The device holds the samples in flight alone, and main memory all of them.
+                latent_chunks.append(arrived.x_B.cpu())
+                expert_chunks.append(arrived.expert_B.cpu())
+        return torch.cat(latent_chunks), torch.cat(expert_chunks)
 
     def _integrate(self, run: "_SamplingRun", rows: range) -> TrajectoryState:
         """Draw the samples of these rows."""

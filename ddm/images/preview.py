@@ -14,8 +14,9 @@ from ddm.errors import DataError
 from ddm.images.geometry import Floats, padded
 from ddm.images.picture import Picture
 from ddm.images.transform import Transform
+from ddm.io import pictures
 from ddm.io.files import write_atomic
-from ddm.io.pictures import BACKGROUND, draw_grid
+from ddm.io.pictures import BACKGROUND
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import PadFit, Slices, TransformSpec, WindowRange
 
@@ -113,7 +114,7 @@ def _write(
             colour = _BEFORE_COLOUR
         colours.append(colour)
     images = torch.from_numpy(np.stack(cells))
-    grid = draw_grid(images, colours, pictures_in_row * cells_of_picture)
+    grid = pictures.grid(images, colours, pictures_in_row * cells_of_picture)
     longest_line = max(len(line) for line in lines)
     text_width = 8 + 6 * longest_line
     text_height = _LINE_PIXELS * len(lines) + 8

@@ -5,6 +5,7 @@ mask in silence; complex numbers lose their imaginary part further on. Whatever 
 here; the rest is refused by the name of the caller's argument.
 """
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddm.errors import DataError
+from ddm.errors import DataError, MathError
 
 _EXPECTED = "an array or a tensor of real numbers"
 _MAX_INT64 = np.iinfo(np.int64).max
@@ -52,6 +53,27 @@ def real_tensor(values: Any, subject: str) -> Tensor:
         )
     array = _to_array(values, subject)
     return torch.from_numpy(_in_torch_layout(array, subject))
+
+
+def whole_number(value: Any, subject: str, *, least: int) -> int:
+    """Return a whole number; NumPy's and a tensor's are taken, truth values and fractions are not.
+
+    Args:
+        value: of a caller.
+        subject: the name of the argument, for errors.
+        least: the least that it may be.
+
+    Raises:
+        MathError: no whole number, or one below `least`.
+    """
+    expected = f"a whole number, at least {least}"
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise MathError(subject, expected=expected, got=repr(value)) from error
+    if isinstance(value, bool) or number < least:
+        raise MathError(subject, expected=expected, got=repr(value))
+    return number
 
 
 def _without_gradient(tensor: Tensor, subject: str) -> Tensor:

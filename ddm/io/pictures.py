@@ -61,7 +61,34 @@ def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) 
     return pixels
 
 
-def draw_grid(
+def check_pictures(shape: Sequence[int], subject: str = "samples") -> None:
+    """Refuse samples that are no pictures.
+
+    Args:
+        shape: of a sample.
+        subject: what is refused.
+
+    Raises:
+        SetupError: neither 1 nor 3 channels of two or three dimensions.
+    """
+    if len(shape) not in (3, 4) or shape[0] not in (1, 3):
+        got = f"shape {tuple(shape)}"
+        if len(shape) in (3, 4):
+            got = f"{shape[0]} channels"
+        raise SetupError(
+            subject,
+            expected="samples of 1 or 3 channels",
+            got=got,
+            remedy="Write .npz instead, or take the numbers: Samples.images.",
+        )
+
+
+def pictures(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) -> list[Image.Image]:
+    """Turn images into pictures, one each; see `to_pixels`."""
+    return [Image.fromarray(pixels) for pixels in to_pixels(images, value_range)]
+
+
+def grid(
     images: "Tensor",
     owners: Sequence[int] | None = None,
     columns: int | None = None,
@@ -164,8 +191,8 @@ def write_samples(
         write_atomic(out, _encode_volumes(images, marks.of_all(), compress=compress))
         return "volumes in one file"
     if ending == ".png":
-        grid = draw_grid(images, owners, value_range=value_range)
-        write_atomic(out, _encode_png(grid, marks.of_all()))
+        drawn = grid(images, owners, value_range=value_range)
+        write_atomic(out, _encode_png(drawn, marks.of_all()))
         return "a grid"
     if ending == ".npz":
         write_atomic(out, _encode_npz(images, owners, release, classes))
@@ -178,8 +205,8 @@ def write_samples(
             encoded = _encode_volumes(volume, marks.of_sample(index), compress=True)
             write_atomic(out / f"{index:05d}.nii.gz", encoded)
         return f"{len(images)} NIfTI files"
-    for index, pixels in enumerate(to_pixels(images, value_range)):
-        encoded = _encode_png(Image.fromarray(pixels), marks.of_sample(index))
+    for index, picture in enumerate(pictures(images, value_range)):
+        encoded = _encode_png(picture, marks.of_sample(index))
         write_atomic(out / f"{index:05d}.png", encoded)
     return f"{len(images)} PNG files"
 
@@ -221,13 +248,8 @@ def _check_shape(out: Path, ending: str, shape: Sequence[int]) -> None:
         )
     # A folder gets PNG files of flat images, NIfTI files of volumes.
     is_png = ending == ".png" or (is_flat and not ending)
-    if is_png and shape[0] not in (1, 3):
-        raise SetupError(
-            str(out),
-            expected="samples of 1 or 3 channels",
-            got=f"{shape[0]} channels",
-            remedy="Write .npz instead.",
-        )
+    if is_png:
+        check_pictures(shape, str(out))
 
 
 def _ending(out: Path) -> str:

@@ -1,6 +1,7 @@
 """Which experts each sample followed, and from which time on."""
 
 # Shape legend: N samples, B batch, K experts, E entries of the table, Y bytes of a set of experts.
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,6 +55,23 @@ class Provenance:
             experts = np.flatnonzero(follows_K)
             parts.append(Followed(t, tuple(experts.tolist())))
         return tuple(parts)
+
+    def at(self, numbers: Sequence[int]) -> "Provenance | None":
+        """Return the table of some samples, in this order; None where one of them is not in it."""
+        if any(number >= self.num for number in numbers):
+            return None
+        first_E = np.searchsorted(self.sample_E, numbers)
+        last_E = np.searchsorted(self.sample_E, np.asarray(numbers) + 1)
+        spans = [np.arange(first, last) for first, last in zip(first_E, last_E, strict=True)]
+        entries = np.concatenate([np.arange(0), *spans])
+        sample_E = np.repeat(np.arange(len(numbers)), last_E - first_E)
+        return Provenance(
+            sample_E,
+            self.t_E[entries],
+            self.experts_EY[entries],
+            len(numbers),
+            self.num_experts,
+        )
 
     def __repr__(self) -> str:
         num_changes = len(self.sample_E) - self.num

@@ -1,16 +1,24 @@
 """Samples drawn from an ensemble: images, the experts behind them, and how they are saved."""
 
 # Shape legend: N samples, K experts.
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ddm.errors import NumericalError
-from ddm.io.pictures import write_samples
+from ddm.errors import MathError, NumericalError, SetupError
+from ddm.io.pictures import check_pictures, grid, pictures, write_samples
 from ddm.sampling.provenance import Provenance
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Samples that a notebook shows.
+_SHOWN = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +52,58 @@ class Samples:
         if self.num_experts > 8:
             shares += ", ..."
         return f"Samples of shape {tuple(self.images.shape)}, shares of the experts {shares}"
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator["Samples"]:
+        for number in range(len(self)):
+            yield self[number]
+
+    def __getitem__(self, which: int | slice | Sequence[int] | Tensor) -> "Samples":
+        """Return some samples, by number, slice, list of numbers or mask; ``samples[0]`` holds one."""
+        row_N = torch.arange(len(self))
+        try:
+            rows = row_N[which].reshape(-1)
+        except (IndexError, TypeError) as error:
+            expected = f"numbers from 0 to {len(self) - 1}, or a slice"
+            raise MathError("samples", expected=expected, got=repr(which)) from error
+        numbers = rows.tolist()
+        classes = self.classes
+        if classes:
+            classes = tuple(classes[number] for number in numbers)
+        provenance = self.provenance
+        if provenance is not None:
+            provenance = provenance.at(numbers)
+        return replace(
+            self,
+            images=self.images[rows],
+            expert_N=self.expert_N[rows],
+            latents=self.latents[rows],
+            provenance=provenance,
+            classes=classes,
+        )
+
+    def to_pil(self) -> list["Image"]:
+        """Return the samples as pictures, clipped to the data's range; of a volume, its middle slice.
+
+        Raises:
+            SetupError: channels that no picture has.
+        """
+        check_pictures(self.images.shape[1:])
+        return pictures(self.images, self.value_range)
+
+    def _repr_png_(self) -> bytes | None:
+        # What a notebook shows: a grid, where the samples are pictures.
+        try:
+            check_pictures(self.images.shape[1:])
+        except SetupError:
+            return None
+        first = self[:_SHOWN]
+        drawn = grid(first.images, first.expert_N.tolist(), value_range=self.value_range)
+        buffer = BytesIO()
+        drawn.save(buffer, "PNG")
+        return buffer.getvalue()
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from ddm.diffusion.multistep import filled
 from ddm.diffusion.path import Path, expand_time, x_t
 from ddm.diffusion.solver import check_times, uniform_times
 from ddm.errors import MathError, NumericalError, ShapeError
-from ddm.io.array_input import real_tensor
+from ddm.io.array_input import real_tensor, whole_number
 from ddm.sampling.options import SamplingOptions
 
 
@@ -166,7 +166,7 @@ def _time_grid(options: SamplingOptions, steps: int) -> tuple[float, ...]:
         t_start = options.t_start
     if not 0 < t_start <= 1:
         raise MathError("t_start", expected="a time above 0, at most 1", got=str(t_start))
-    return tuple(t_start * t for t in uniform_times(steps))
+    return tuple(t_start * t for t in uniform_times(whole_number(steps, "steps", least=1)))
 
 
 def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor]) -> int:
@@ -184,9 +184,7 @@ def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor
         got = ", ".join(f"{length} in {name}" for name, length in stated.items())
         raise ShapeError("samples", expected="the same number everywhere", got=got)
     num_samples = next(iter(stated.values()))
-    if num_samples < 1:
-        raise MathError("sample", expected="num >= 1", got=f"num={num_samples}")
-    return num_samples
+    return whole_number(num_samples, "num", least=1)
 
 
 def _numbers(numbers: Sequence[int] | None, num_samples: int) -> Sequence[int]:

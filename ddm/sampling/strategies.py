@@ -274,6 +274,9 @@ def resolve_strategy(strategy: str | Strategy, tau: float | None) -> Strategy:
             got=f"strategy={strategy}",
             remedy="Leave tau out and give the time to the strategy itself: strategy=Lock(t_lock=...).",
         )
+    if not isinstance(strategy, Strategy):
+        expected = f"a strategy, or one of {', '.join(STRATEGIES)}"
+        raise MathError("strategy", expected=expected, got=repr(strategy))
     return strategy
 
 

@@ -20,6 +20,7 @@ from ddm.diffusion.path import Velocity
 from ddm.diffusion.rng import stream
 from ddm.diffusion.solver import Step, follow
 from ddm.errors import MathError, ShapeError
+from ddm.io.array_input import whole_number
 from ddm.sampling.mixture import Mixture
 from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.strategies import Segment, StepRule, Strategy, draw_expert, segments
@@ -347,10 +348,9 @@ def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
     """Return the seed of samples: the caller's, or one that the caller's generator draws.
 
     Raises:
-        MathError: both, or a negative seed.
+        MathError: both, or no whole number from 0 on.
     """
-    if seed < 0:
-        raise MathError("seed", expected="at least 0", got=str(seed))
+    seed = whole_number(seed, "seed", least=0)
     if generator is None:
         return seed
     if seed:

@@ -75,12 +75,14 @@ def parameters(module: Module, arguments: ast.arguments) -> list[str]:
         for pair in zip(plain, defaults, strict=True)
         if pair[0].arg not in ("self", "cls")
     ]
-    if arguments.kwonlyargs:
+    if arguments.vararg:
+        found.append(f"*{parameter(module, arguments.vararg, None)}")
+    elif arguments.kwonlyargs:
         found.append("*")
-        found += [
-            parameter(module, *pair)
-            for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        ]
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        found.append(parameter(module, argument, default))
+    if arguments.kwarg:
+        found.append(f"**{parameter(module, arguments.kwarg, None)}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import nibabel
@@ -10,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from ddm.ensemble import Ensemble, Samples
-from ddm.errors import DataError, SetupError
+from ddm.ensemble import Ensemble, Samples, SamplingOptions
+from ddm.errors import DataError, MathError, SetupError, ShapeError
 from ddm.images.samples import read_given_images, read_mask
 from ddm.protocol.data import DataSpec
 from tests.support.case import case
@@ -115,6 +116,95 @@ def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(
     # values are stretched to the range in between
     for one, other in zip(read, drawn.images.clamp(-1, 1), strict=True):
         assert float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) > 0.999
+
+
+def test_samples_are_counted_and_taken_apart_with_their_experts_and_classes() -> None:
+    ensemble = Ensemble([lambda x, t: x - 1, lambda x, t: x + 1], None, [0.5, 0.5], shape=(1, 4, 4))
+    drawn = replace(ensemble.sample(6, steps=2), classes=tuple("abcdef"))
+    assert len(drawn) == 6 and len(list(drawn)) == 6
+    last = drawn[-1]
+    assert len(last) == 1 and last.classes == ("f",)
+    torch.testing.assert_close(last.images[0], drawn.images[5], rtol=0, atol=0)
+    assert last.provenance is not None and drawn.provenance is not None
+    assert last.provenance[0] == drawn.provenance[5]
+    chosen = drawn[[4, 1]]
+    assert chosen.classes == ("e", "b")
+    assert chosen.expert_N.tolist() == drawn.expert_N[[4, 1]].tolist()
+    assert chosen.provenance is not None
+    assert [chosen.provenance[0], chosen.provenance[1]] == [
+        drawn.provenance[4],
+        drawn.provenance[1],
+    ]
+    of_first = drawn[drawn.expert_N == 0]
+    assert set(of_first.expert_N.tolist()) == {0}
+    for wrong in (6, "a"):
+        with pytest.raises(MathError) as caught:
+            drawn[wrong]  # type: ignore[index]
+        assert caught.value.subject == "samples"
+
+
+def test_samples_are_pictures_where_they_have_one_or_three_channels() -> None:
+    drawn = samples(1, 6, 5)
+    opened = drawn.to_pil()
+    assert [picture.size for picture in opened] == [(5, 6)] * 3
+    expected = ((drawn.images[2, 0].clamp(-1, 1) + 1) * 127.5).round()
+    np.testing.assert_array_equal(np.asarray(opened[2])[:, :, 0], expected.numpy())
+    shown = drawn._repr_png_()
+    assert shown is not None
+    with Image.open(BytesIO(shown)) as notebook_picture:
+        assert notebook_picture.width > 2 * 5
+    for numbers in (samples(2, 6, 5), samples(7)):
+        assert numbers._repr_png_() is None
+        with pytest.raises(SetupError):
+            numbers.to_pil()
+
+
+def test_bar_is_shown_at_a_terminal_unless_it_is_unwanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    ensemble = Ensemble([lambda x, t: x - 1], None, [1.0], shape=(2,))
+    taken: list[tuple[int, int]] = []
+    options = SamplingOptions(on_progress=lambda done, total: taken.append((done, total)))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = {}
+    for name, keywords in {
+        "by default": {},
+        "unwanted": {"progress": False},
+        "reported otherwise": {"options": options},
+    }.items():
+        terminal = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr", terminal)
+            ensemble.sample(3, steps=2, **keywords)  # type: ignore[arg-type]
+        shown[name] = terminal.getvalue()
+    assert "sampling" in shown["by default"]
+    assert shown["unwanted"] == shown["reported otherwise"] == ""
+    assert taken[-1] == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("subject", "keywords"),
+    [
+        ("num", {"num": 2.0}),
+        ("num", {"num": True}),
+        ("num", {"num": 0}),
+        ("steps", {"num": 2, "steps": 2.5}),
+        ("seed", {"num": 2, "seed": None}),
+        ("seed", {"num": 2, "seed": -1}),
+        ("strategy", {"num": 2, "strategy": 3}),
+    ],
+)
+def test_arguments_of_another_kind_are_named(subject: str, keywords: dict[str, object]) -> None:
+    ensemble = Ensemble([lambda x, t: x - 1], None, [1.0], shape=(2,))
+    with pytest.raises(MathError) as caught:
+        ensemble.sample(**keywords)  # type: ignore[arg-type]
+    assert caught.value.subject == subject
+    with pytest.raises(ShapeError):
+        Ensemble([lambda x, t: x - 1], None, [1.0], shape=4)  # type: ignore[arg-type]
+    assert len(ensemble.sample(np.int64(2))) == 2  # type: ignore[arg-type]
 
 
 def test_name_that_does_not_fit_is_refused(tmp_path: Path) -> None:
