@@ -356,7 +356,9 @@ class Lab:
         if isinstance(source, Experts):
             figures["rounds"] = 1 if source.start in (None, PUBLIC_BASE) else 2
             figures["bytes"] = num_messages(source) * num_bytes
-            figures |= self._alone(source, made, seed)
+            if source.whole:
+                # Only then has a silo alone as many operations as it would have without the others.
+                figures |= self._alone(source, made, seed)
         return {name: Figure(value=float(value)) for name, value in figures.items()}
 
     def _start_cost(self, source: Monolith | FirstRound, seed: int) -> float:
