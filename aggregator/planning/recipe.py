@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from ddm.planning.recipe import SharedRecipe
+from ddm.planning.recipe import SeedBaseRecipe, SharedRecipe
 from ddm.protocol.plan import PlanTerms
 from ddm.protocol.routers import SamplesSettings
 
@@ -37,6 +37,15 @@ class Recipe(SharedRecipe, PlanTerms):
     def _transform_fits_the_unit(self) -> "Recipe":
         if self.transform and (misfit := self.transform.misfit(self.data, self.statistics.unit)):
             raise ValueError(f"the transform needs {misfit}")
+        return self
+
+    @model_validator(mode="after")
+    def _base_is_no_seed(self) -> "Recipe":
+        # It is trained on all images, and no federation has them in one place.
+        if isinstance(self.base, SeedBaseRecipe):
+            raise ValueError(
+                "base.kind seed is for ddm split: use file, diffusers, trained or release"
+            )
         return self
 
     @model_validator(mode="after")

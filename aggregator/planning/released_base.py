@@ -20,7 +20,7 @@ from ddm.models import load_expert
 from ddm.models.base_weights import BaseWeights
 from ddm.planning.bases import BaseSource, BaseSpace, read_weights
 from ddm.planning.recipe import ReleaseBaseRecipe
-from ddm.protocol.bases import ExpertBase, StudentBase
+from ddm.protocol.bases import ExpertBase, SeedBase, StudentBase
 from ddm.protocol.island import Island
 from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import PublishedExpert
@@ -271,9 +271,16 @@ def _teachers(release: Release, experts: Sequence[PublishedExpert]) -> tuple[tup
     is_private = all(expert.privacy is not None for expert in experts)
     for silo_id in tuple(silos):
         plan = _plan_of(release, silo_id)
-        if plan.base is not None and isinstance(plan.base.origin, ExpertBase | StudentBase):
-            silos.update(plan.base.origin.silos)
-            is_private = is_private and plan.base.origin.trained_privately
+        if plan.base is None:
+            continue
+        match plan.base.origin:
+            case ExpertBase() | StudentBase() as origin:
+                silos.update(origin.silos)
+                is_private = is_private and origin.trained_privately
+            case SeedBase():
+                # It learned the images of all islands of its plan, also of those that are not published.
+                silos.update(plan.silos)
+                is_private = False
     return tuple(sorted(silos)), is_private
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.options import OWN_KEYS, PassphraseOption
+from ddm.errors import SetupError
 from ddm.system.console import passphrase, progress, say, table
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ def split(
             help="clusters of features, random, or the name of a column (default: clusters, or as in the recipe).",
         ),
     ] = None,
+    seed_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Share of the training for a seed on all images, from which the islands start (default: none).",
+        ),
+    ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Divide a data set into islands, and sign the plan by which each is trained."""
@@ -46,7 +54,11 @@ def split(
     from ddm.islands.recipe import IslandsRecipe
     from ddm.islands.split import split as divide
 
-    islands_recipe = load_settings(IslandsRecipe, recipe)
+    added: dict[str, object] = {}
+    if seed_share is not None:
+        _check_seed_share(seed_share)
+        added["base"] = {"kind": "seed", "share": seed_share}
+    islands_recipe = load_settings(IslandsRecipe, recipe, added=added)
     if by is None:
         # A federation's recipe may be used here: its partition `random` is the control for clusters, and means the
         # same.
@@ -78,7 +90,29 @@ def split(
     if islands_recipe.not_used:
         tables = ", ".join(f"[{name}]" for name in islands_recipe.not_used)
         say(f"Not used, since one owner has all of the data: {tables} of the recipe.")
+    if record.training_from_seed is not None:
+        num_steps = record.training_from_seed.num_steps
+        say(
+            f"Training begins with the seed, on all images; each island then makes {num_steps} steps in place of "
+            f"{islands_recipe.expert.training.num_steps}."
+        )
     say(f"Plan {record.plan_id} in {out}. Next: ddm train {quote(str(out))}")
+
+
+def _check_seed_share(share: float) -> None:
+    """Refuse a share that leaves nothing to the seed or to the islands.
+
+    Raises:
+        SetupError: not above 0 and below 1.
+    """
+    # NaN is neither.
+    if not 0 < share < 1:
+        raise SetupError(
+            "--seed-share",
+            expected="a number above 0 and below 1",
+            got=f"{share:g}",
+            remedy="Give a share such as 0.25, or leave --seed-share out.",
+        )
 
 
 def _islands_table(record: "Split") -> str:

@@ -1,4 +1,4 @@
-"""The command `ddm train`: train one island, or all that are not trained yet."""
+"""The command `ddm train`: train one island, the seed of all, or all that is not trained yet."""
 
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.options import CheckpointSecondsOption, DeviceOption, IslandsArgument
-from ddm.errors import BusyError
+from ddm.errors import BusyError, SetupError
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.cores import default_threads
 from ddm.system.signals import stop_on_first_signal
@@ -24,13 +24,17 @@ def train(
             min=0, metavar="N", help="Train only this island, as in a scheduler's array job."
         ),
     ] = None,
+    seed_only: Annotated[
+        bool,
+        typer.Option("--seed-only", help="Train only the seed that all islands start from."),
+    ] = False,
     processes: Annotated[
         int, typer.Option(min=1, max=64, help="Number of processes that train one island together.")
     ] = 1,
     device: DeviceOption = "auto",
     checkpoint_s: CheckpointSecondsOption = CHECKPOINT_S,
 ) -> None:
-    """Train an island's expert, or those of all islands; run again to continue where it stopped."""
+    """Train an island's expert, or the seed and those of all islands; run again to continue where it stopped."""
     import torch
 
     from ddm.islands.assemble import missing_islands
@@ -41,11 +45,24 @@ def train(
     # By themselves, torch's threads heed no cgroup.
     torch.set_num_threads(default_threads())
     settings = TrainingSettings(device=device, processes=processes, checkpoint_s=checkpoint_s)
+    if seed_only and island is not None:
+        raise SetupError(
+            "--seed-only",
+            expected="no --island beside it",
+            got=f"--island {island}",
+            remedy="Train the seed first, then the island: leave one of the options out.",
+        )
+    if seed_only:
+        _train_seed(islands, settings)
+        say(f"Next: ddm train {quote(str(folder))}")
+        return
     if island is not None:
         check_number(islands, island)
         _train(islands, island, settings, num_left=0)
         busy_islands: set[int] = set()
     else:
+        if islands.start_from_seed and not islands.seed.is_trained:
+            _train_seed(islands, settings)
         busy_islands = _train_all(islands, missing_islands(islands), settings)
 
     num_islands = len(islands.split.islands)
@@ -61,6 +78,23 @@ def train(
         say(
             f"{num_trained} of {num_islands} islands are trained; other processes train {num_busy}."
         )
+
+
+def _train_seed(islands: "Islands", settings: TrainingSettings) -> None:
+    """Train the seed that all islands start from, and say how it went."""
+    from ddm.islands.train import train_seed
+
+    with progress("seed") as show_progress, stop_on_first_signal() as stop:
+        record = train_seed(
+            islands,
+            settings,
+            on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
+            should_stop=stop.is_set,
+        )
+    say(
+        f"Seed: {record.steps} steps on the {record.num_images} images of all islands in "
+        f"{human_seconds(record.training.seconds)}, loss {record.training.loss:.4f}."
+    )
 
 
 def _train_all(islands: "Islands", numbers: list[int], settings: TrainingSettings) -> set[int]:

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.errors import SetupError
+from ddm.errors import DigestError, SetupError
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.io.tensors import save_tensors
 from ddm.islands.folder import Islands, Split
-from ddm.islands.keys import island_key
+from ddm.islands.keys import island_key, sign_first_plan
 from ddm.islands.router import RouterFit, RouterTraining, exact_counts, fit_router
 from ddm.loading.plan import PlanFiles
-from ddm.protocol.base import File
+from ddm.protocol.base import File, sha256_file
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo
 from ddm.protocol.plan import Plan
@@ -103,11 +103,13 @@ def assemble(
     Raises:
         SetupError: islands are not trained, and the release is not `partial`; or none of them is.
         BusyError: `out` exists, or another process assembles.
-        DigestError: an expert is not the one that was trained.
+        DigestError: an expert is not the one that was trained, or the seed not the one of the signed plan.
         PassphraseError: wrong passphrase.
     """
     # Checked before the lock is taken and the router trained, which takes minutes.
     present = _trained_islands(islands, partial=settings.partial)
+    if islands.start_from_seed:
+        _sign_plan_of_seed(islands, passphrase)
     with stage_version(islands, out) as version:
         version.require_space(sum(islands.trained(number).expert.bytes for number in present))
         members = _sign_islands(islands, present, version, passphrase)
@@ -148,6 +150,33 @@ def _trained_islands(islands: Islands, *, partial: bool) -> tuple[int, ...]:
             f"{missing[0]}`. To publish those that are there, add --partial."
         ),
     )
+
+
+def _sign_plan_of_seed(islands: Islands, passphrase: bytes) -> None:
+    """Sign the plan of islands that start from a seed, once: it names the seed's digest.
+
+    Raises:
+        DigestError: a plan with another seed was signed before.
+        PassphraseError: wrong passphrase.
+    """
+    plan = islands.plan
+    # Nothing was signed yet in this folder, so that the lock's may be missing.
+    islands.tuf.parent.mkdir(exist_ok=True)
+    with islands.signing_lock():
+        if not islands.tuf.is_dir():
+            sign_first_plan(islands, plan, islands.split.name, passphrase)
+            return
+        signed_digest = sha256_file(islands.bundle / "plan.json")
+    if signed_digest != plan.digest:
+        raise DigestError(
+            "the seed",
+            expected=f"the one of the signed plan, sha256 {signed_digest[:16]}...",
+            got=f"one from which a plan with sha256 {plan.digest[:16]}... follows",
+            remedy=(
+                "Put back the folders seed and plan as they were at the first `ddm assemble`. For another seed, split "
+                "the data set again."
+            ),
+        )
 
 
 def _list_numbers(numbers: Sequence[int]) -> str:
@@ -206,7 +235,7 @@ def _sign_island(
     document = Island(
         root_digest=plan.root_digest,
         plan_id=plan.plan_id,
-        plan_digest=islands.split.plan_digest,
+        plan_digest=plan.digest,
         silo_id=name,
         created_at=version.created_at,
         num_units=record.num_images,
@@ -307,7 +336,7 @@ def _gather_contents(
         cite=split.cite,
         root_name=islands.root.name,
         plan=plan,
-        plan_digest=split.plan_digest,
+        plan_digest=plan.digest,
         members=members,
         missing_silos=tuple(name for name in plan.silos if name not in present_names),
         withdrawn_silos=(),

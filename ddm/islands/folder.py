@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ddm.errors import DigestError, DocumentError, MissingFileError, SetupError
 from ddm.io.files import read_bounded
+from ddm.islands.seed import plan_from_seed
 from ddm.protocol.base import (
     MAX_DOCUMENT_BYTES,
     Digest,
@@ -25,6 +26,7 @@ from ddm.protocol.base import (
     Time,
     sha256_hex,
 )
+from ddm.protocol.learning import BASE_PATH, Training
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining
 from ddm.publishing.folder import PublisherFolder
@@ -45,10 +47,12 @@ class Split(Document):
     """How one owner's data set was divided.
 
     Attributes:
+        plan_digest: of the plan; where islands start from a seed, of the seed's plan, which theirs follows from.
         by: clusters of features, at random, or the values of a column.
         column: the column's name.
         data: the file's name.
         seed: of the random division.
+        training_from_seed: how each island is trained after the seed that all start from; null where there is none.
     """
 
     format: Literal["archipelago/split/1"] = "archipelago/split/1"
@@ -61,12 +65,17 @@ class Split(Document):
     name: ShortText
     data: LocalText
     cite: ShortText
+    training_from_seed: Training | None = None
     islands: Annotated[tuple[SplitIsland, ...], Field(min_length=2, max_length=1024)]
     software: dict[ShortText, ShortText]
 
 
 class TrainedIsland(Document):
-    """The outcome of training one island, written after its expert: once it exists, the island is trained."""
+    """The outcome of training one island, or the seed of all, written after the weights: with it, training has ended.
+
+    Attributes:
+        base: sha256 of the weights that training started from; null for random weights.
+    """
 
     format: Literal["archipelago/trained-island/1"] = "archipelago/trained-island/1"
     plan_id: PlanId
@@ -74,6 +83,7 @@ class TrainedIsland(Document):
     steps: NumSteps
     training: ExpertTraining
     expert: File
+    base: Digest | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,49 @@ class IslandFolder:
         return self.record.is_file()
 
 
+@dataclass(frozen=True)
+class SeedFolder:
+    """The folder of the seed that islands start from. Its weights are a file of the islands' plan.
+
+    Attributes:
+        path: the folder.
+        weights: the trained seed, averaged weights.
+    """
+
+    path: Path
+    weights: Path
+
+    @property
+    def plan(self) -> Path:
+        """The plan by which the seed is trained; nobody signs it."""
+        return self.path / "plan.json"
+
+    @property
+    def images(self) -> Path:
+        """The images of all islands, until it is trained."""
+        return self.path / "images.npy"
+
+    @property
+    def labels(self) -> Path:
+        """The condition of each image, where the plan has one, until it is trained."""
+        return self.path / "labels.npy"
+
+    @property
+    def record(self) -> Path:
+        """See `TrainedIsland`."""
+        return self.path / "trained.json"
+
+    @property
+    def job(self) -> JobFolder:
+        """Its training, until it is trained."""
+        return JobFolder(self.path / "training")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its weights are there."""
+        return self.record.is_file()
+
+
 class Islands(PublisherFolder):
     """The folder that `ddm split` makes."""
 
@@ -139,6 +192,16 @@ class Islands(PublisherFolder):
     def island(self, number: int) -> IslandFolder:
         """Return the folder of an island."""
         return IslandFolder(self.path / "islands" / str(number))
+
+    @property
+    def start_from_seed(self) -> bool:
+        """Whether the islands start from a seed."""
+        return self.split.training_from_seed is not None
+
+    @property
+    def seed(self) -> SeedFolder:
+        """The folder of the seed; it exists where islands start from one."""
+        return SeedFolder(self.path / "seed", self.bundle / BASE_PATH)
 
     @cached_property
     def split(self) -> Split:
@@ -170,28 +233,77 @@ class Islands(PublisherFolder):
 
     @cached_property
     def plan(self) -> Plan:
-        """Read the plan.
+        """Read the plan of the islands; where they start from a seed, it follows from the trained seed.
+
+        Raises:
+            DigestError: it is not the one that was split by, or the seed is not the one that was trained.
+            SetupError: the seed is not trained yet.
+        """
+        if self.split.training_from_seed is None:
+            return self._read_plan(self.bundle / "plan.json")
+        return plan_from_seed(self.seed_plan, self.split.training_from_seed, self.trained_seed())
+
+    @cached_property
+    def seed_plan(self) -> Plan:
+        """Read the plan by which the seed is trained.
 
         Raises:
             DigestError: it is not the one that was split by.
         """
-        data = read_bounded(self.bundle / "plan.json", MAX_DOCUMENT_BYTES)
+        return self._read_plan(self.seed.plan)
+
+    def _read_plan(self, path: Path) -> Plan:
+        data = read_bounded(path, MAX_DOCUMENT_BYTES)
         # Experts that were trained for another plan would be signed for this one.
         digest = sha256_hex(data)
         if digest != self.split.plan_digest:
             raise DigestError(
-                "plan/plan.json",
+                f"{path.parent.name}/{path.name}",
                 expected=f"sha256 {self.split.plan_digest[:16]}...",
                 got=f"sha256 {digest[:16]}...",
                 remedy="Copy the folder again from where it was split.",
             )
         return Plan.parse(data, subject="plan.json")
 
-    def trained(self, number: int) -> TrainedIsland:
-        """Read an island's record, whose expert must be there as it was written.
+    def trained_seed(self) -> TrainedIsland:
+        """Read the seed's record, whose weights must be there as they were written.
 
         Raises:
-            DigestError: the expert is another file.
+            SetupError: it is not trained yet.
+            DigestError: the weights are another file.
+        """
+        folder = self.seed
+        if not folder.is_trained:
+            raise SetupError(
+                "the seed that all islands start from",
+                expected="one that is trained",
+                got=f"no {folder.path.name}/{folder.record.name}",
+                remedy=f"Train it first: `ddm train {self.path} --seed-only`.",
+            )
+        record = TrainedIsland.parse(
+            read_bounded(folder.record, MAX_DOCUMENT_BYTES),
+            subject=f"{folder.path.name}/{folder.record.name}",
+        )
+        present = None
+        if folder.weights.is_file():
+            present = File.of(record.expert.path, folder.weights)
+        if present != record.expert or record.plan_id != self.split.plan_id:
+            raise DigestError(
+                f"plan/{BASE_PATH}",
+                expected=f"the weights that {folder.path.name}/{folder.record.name} describes",
+                got="another file" if present else "no file",
+                remedy=(
+                    f"Copy the folders plan and {folder.path.name} again from where the seed was trained, or remove "
+                    f"{folder.record.name} there and train it again."
+                ),
+            )
+        return record
+
+    def trained(self, number: int) -> TrainedIsland:
+        """Read an island's record, whose expert must be there as it was written, from the plan's base.
+
+        Raises:
+            DigestError: the expert is another file, or training started from another base.
         """
         folder = self.island(number)
         record = TrainedIsland.parse(
@@ -208,4 +320,21 @@ class Islands(PublisherFolder):
                 got="another file" if present else "no file",
                 remedy=f"Copy islands/{number} again, or remove trained.json there and train it again.",
             )
+        base = None
+        if self.plan.base is not None:
+            base = self.plan.base.digest
+        # The seed may have been trained again since.
+        if record.base != base:
+            raise DigestError(
+                f"islands/{number}/{folder.expert.name}",
+                expected=f"an expert that started from {_base_words(base)}",
+                got=f"one that started from {_base_words(record.base)}",
+                remedy=f"Remove trained.json in islands/{number} and train it again.",
+            )
         return record
+
+
+def _base_words(digest: str | None) -> str:
+    if digest is None:
+        return "random weights"
+    return f"weights of sha256 {digest[:16]}"

@@ -70,11 +70,11 @@ def island_key(islands: SigningKey, plan_id: str, island_id: str) -> SigningKey:
 
 
 def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
-    """Sign the plan under the root of trust, and open the log with both.
+    """Write the plan, sign it under the root of trust, and open the log with both.
 
     Args:
-        islands: holds keys, root and plan.
-        plan: as it is in that folder.
+        islands: holds keys, root and the plan's files.
+        plan: of the islands.
         name: the owner's, in the log.
         passphrase: opens the keys.
     """
@@ -84,6 +84,7 @@ def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) 
     def key(key_name: str) -> SigningKey:
         return load_key(islands, key_name, passphrase)
 
+    write_atomic(islands.bundle / "plan.json", plan.encode())
     now = now_utc()
     change = Change.begin(islands.path)
     root = islands.root.read_bytes()

@@ -5,9 +5,10 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.io.settings import Settings
-from ddm.planning.recipe import ReleaseBaseRecipe, SharedRecipe
+from ddm.islands.seed import num_seed_steps
+from ddm.planning.recipe import ReleaseBaseRecipe, SeedBaseRecipe, SharedRecipe
 from ddm.protocol.base import Licence, ShortText
-from ddm.protocol.learning import OwnAdaptation
+from ddm.protocol.learning import FullAdaptation, OwnAdaptation
 from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.statistics import Statistics
 
@@ -76,6 +77,23 @@ class IslandsRecipe(SharedRecipe):
         if isinstance(self.base, ReleaseBaseRecipe):
             raise ValueError(
                 "base.kind release is for aggregator plan: use file, diffusers or trained"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _seed_and_islands_train(self) -> "IslandsRecipe":
+        if not isinstance(self.base, SeedBaseRecipe):
+            return self
+        # Less would be trained than the budget pays for, and what a part of the weights needs was not tried.
+        if not isinstance(self.expert.adaptation, FullAdaptation):
+            raise ValueError(
+                "islands that start from a seed train all weights: leave [expert.adaptation] out"
+            )
+        num_steps = self.expert.training.num_steps
+        if not 0 < num_seed_steps(num_steps, self.base.share) < num_steps:
+            raise ValueError(
+                "base.share (--seed-share) must leave steps to both the seed and the islands, got "
+                f"{self.base.share:g} of expert.training.num_steps = {num_steps}"
             )
         return self
 

@@ -23,14 +23,16 @@ from ddm.islands.data import Dataset
 from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
 from ddm.islands.keys import make_keys, make_root, sign_first_plan
 from ddm.islands.recipe import IslandsRecipe
+from ddm.islands.seed import SeedBudget, divide_budget
 from ddm.models import network_size
 from ddm.planning.bases import check_licence
 from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicParts, divide, fit_public_parts
 from ddm.planning.networks import open_networks
-from ddm.planning.recipe import TextRecipe
+from ddm.planning.recipe import SeedBaseRecipe, TextRecipe
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.protocol.enrolment import AgreedSize
+from ddm.protocol.learning import FullAdaptation
 from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
@@ -95,6 +97,7 @@ class DividedData:
         fitted_rows: the images on which these were fitted, ascending.
         fine_N: the fine centroid of each image.
         division: the island of each.
+        budget: how training is divided between a seed and the islands; None without a seed.
     """
 
     dataset: Dataset
@@ -103,6 +106,7 @@ class DividedData:
     fitted_rows: Tensor
     fine_N: Tensor
     division: Division
+    budget: SeedBudget | None = None
 
     @property
     def group_N(self) -> Tensor:
@@ -132,7 +136,8 @@ def split(
 
     Raises:
         BusyError: something exists at `out`.
-        SetupError: fewer than two islands, or another number than the column has values.
+        SetupError: fewer than two islands, or another number than the column has values; or a seed whose batches are no
+            part of the islands'.
         DataError: an island with too few images, an image without a value in the column, or images, labels or captions
             that do not fit the recipe.
         DiskError: too little free space.
@@ -144,6 +149,7 @@ def split(
         column_division = _divide_by_column(dataset, by, num_islands)
         num_islands = column_division.num_islands
     recipe = _with_islands(recipe, num_islands, by)
+    budget = _divide_training(recipe, num_islands or recipe.clustering.num_coarse)
     with staging_folder(out.absolute()) as staged:
         islands = Islands(staged)
         # Images and keys: nobody else on the machine may read them.
@@ -157,17 +163,23 @@ def split(
         fine_N = _assign_fine(dataset.images, parts, on_progress)
         division = column_division or _divide_by_recipe(recipe, parts, fine_N, by, num_islands)
         _check_sizes(division, recipe)
-        data = DividedData(dataset, recipe, parts, fitted_rows, fine_N, division)
+        data = DividedData(dataset, recipe, parts, fitted_rows, fine_N, division, budget)
 
         # Keys are opened again only to assemble, so that the folder can be trained on a cluster without them
         # (docs/adr/0028).
         public_key = make_keys(islands, passphrase)
         # The root of trust and the log begin here; every release of these islands is verified from it.
         root_digest = make_root(islands, recipe.owner.name, passphrase)
-        plan = _write_plan(data, str(public_key), root_digest, islands.bundle)
+        plan = _draft_plan(data, str(public_key), root_digest, islands.bundle)
         _write_islands(islands, plan, data, on_progress)
         _write_router_inputs(islands, data)
-        sign_first_plan(islands, plan, recipe.owner.name, passphrase)
+        if budget is None:
+            sign_first_plan(islands, plan, recipe.owner.name, passphrase)
+        else:
+            # The plan of the islands names the seed's digest, so that it is signed once the seed is there, by
+            # `ddm assemble` (docs/adr/0092).
+            islands.seed.path.mkdir()
+            write_atomic(islands.seed.plan, plan.encode())
         record = _split_record(data, plan)
         write_atomic(staged / SPLIT_NAME, record.encode())
         # An empty folder is allowed there, and would be in the way of the rename.
@@ -226,6 +238,14 @@ def _with_islands(recipe: IslandsRecipe, num_islands: int | None, by: str) -> Is
         return recipe
     clustering = recipe.clustering.model_copy(update={"num_coarse": num_coarse})
     return recipe.model_copy(update={"clustering": clustering})
+
+
+def _divide_training(recipe: IslandsRecipe, num_islands: int) -> SeedBudget | None:
+    """Divide the training between a seed and the islands; None for a recipe without a seed."""
+    if not isinstance(recipe.base, SeedBaseRecipe):
+        return None
+    training = recipe.expert.training
+    return divide_budget(training, recipe.base.share, num_islands, recipe.base.batch_size)
 
 
 def _choose_fitted(num_images: int, recipe: IslandsRecipe) -> Tensor:
@@ -292,8 +312,11 @@ def island_names(num: int) -> list[str]:
     return [f"island{number:0{num_digits}d}" for number in range(num)]
 
 
-def _write_plan(data: DividedData, receipt_key: str, root_digest: str, folder: Path) -> Plan:
-    """Write the plan of one owner: exact counts that stay private, no budget, no audit, no limit on time."""
+def _draft_plan(data: DividedData, receipt_key: str, root_digest: str, folder: Path) -> Plan:
+    """Return the plan of one owner: exact counts that stay private, no budget, no audit, no limit on time.
+
+    Where islands start from a seed, it is the plan by which the seed is trained.
+    """
     recipe = data.recipe
     condition = data.parts.condition
     class_counts = None
@@ -310,10 +333,15 @@ def _write_plan(data: DividedData, receipt_key: str, root_digest: str, folder: P
             expected=misfit,
             got=f"images of shape {expert_shape}, condition {condition.kind}",
         )
+    expert = recipe.expert
+    if data.budget is not None:
+        # The seed itself starts from random weights.
+        update = {"adaptation": FullAdaptation(), "training": data.budget.seed}
+        expert = expert.model_copy(update=update)
     expert_size = network_size(architecture, expert_shape, condition)
     sizes = data.division.size_K
     names = island_names(len(sizes))
-    plan = plan_of(
+    return plan_of(
         recipe,
         data.parts,
         folder,
@@ -325,6 +353,7 @@ def _write_plan(data: DividedData, receipt_key: str, root_digest: str, folder: P
         # Each island counts as exactly its number of images.
         agreed={name: AgreedSize(images=size) for name, size in zip(names, sizes, strict=True)},
         receipt_key=receipt_key,
+        expert=expert,
         partition=SiloPartition(min_images=recipe.partition.min_images),
         statistics=Statistics(
             unit="image",
@@ -344,8 +373,6 @@ def _write_plan(data: DividedData, receipt_key: str, root_digest: str, folder: P
             gpu_hours=NO_LIMIT_HOURS,
         ),
     )
-    write_atomic(folder / "plan.json", plan.encode())
-    return plan
 
 
 def _write_islands(
@@ -468,6 +495,9 @@ def _exact_counts(data: DividedData) -> dict[str, Tensor]:
 
 
 def _split_record(data: DividedData, plan: Plan) -> Split:
+    training_from_seed = None
+    if data.budget is not None:
+        training_from_seed = data.budget.island
     division = data.division
     owner = data.recipe.owner
     sizes = division.size_K
@@ -486,6 +516,7 @@ def _split_record(data: DividedData, plan: Plan) -> Split:
         name=owner.name,
         data=data.dataset.path.name,
         cite=owner.cite,
+        training_from_seed=training_from_seed,
         islands=tuple(islands),
         software={name: version(name) for name in ("archipelago", "torch")},
     )

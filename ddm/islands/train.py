@@ -1,23 +1,35 @@
-"""Trains islands, each alone and resumable to the byte; no two processes ever train the same one."""
+"""Trains islands, and the seed that they may start from, each alone and resumable to the byte.
+
+No two processes ever train the same one.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
 
 from ddm.errors import BusyError, SetupError
 from ddm.images.rows import Images
 from ddm.io.files import write_atomic
 from ddm.io.locks import locked
-from ddm.io.space import check_writable
-from ddm.islands.arrays import map_array
-from ddm.islands.folder import IslandFolder, Islands, TrainedIsland
+from ddm.io.space import check_writable, require_free_space
+from ddm.islands.arrays import map_array, write_rows
+from ddm.islands.folder import Islands, TrainedIsland
 from ddm.protocol.architecture import NoCondition
-from ddm.protocol.base import File, sha256_file
+from ddm.protocol.base import File, sha256_file, sha256_hex
+from ddm.protocol.learning import BASE_PATH
 from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.training.config import TrainingSettings
 from ddm.training.job import discard_job
 from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert, public_base
+
+_BLOCK_ROWS = 4096
+_SEED_NAME = "seed"
+_OTHER_ISLAND = "Wait for it, or train another island: each takes its own process or job."
 
 
 def check_number(islands: Islands, number: int) -> None:
@@ -50,14 +62,14 @@ def train_island(
         should_stop: called before every step.
 
     Raises:
-        SetupError: no such island, or see `ddm.training.loop.train`.
+        SetupError: no such island, no trained seed where it starts from one, or see `ddm.training.loop.train`.
         BusyError: another process trains it.
         DataError: its images are not there.
         KeyboardInterrupt: `should_stop` returned true; a checkpoint was written.
     """
     check_number(islands, number)
     folder = islands.island(number)
-    with _lock_island(folder, number):
+    with _lock_training(folder.path, f"island {number}", _OTHER_ISLAND):
         # The record is written last, so that an interrupted training goes on from its checkpoint.
         if not folder.is_trained:
             _train(islands, number, settings, on_progress, should_stop)
@@ -65,19 +77,111 @@ def train_island(
         return islands.trained(number)
 
 
+def train_seed(
+    islands: Islands,
+    settings: TrainingSettings,
+    *,
+    on_progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> TrainedIsland:
+    """Train the seed that all islands start from, and put its weights among the plan's files; return its record.
+
+    Arguments and errors are those of `train_island`.
+    """
+    if not islands.start_from_seed:
+        raise SetupError(
+            "--seed-only",
+            expected="islands that start from a seed",
+            got="islands that were split without one",
+            remedy="Leave --seed-only out. A seed is asked for when the data set is split: `ddm split --seed-share`.",
+        )
+    folder = islands.seed
+    with _lock_training(folder.path, "the seed", "Wait for it: all islands start from it."):
+        # The record is written last, as that of an island.
+        if not folder.is_trained:
+            _train_seed(islands, settings, on_progress, should_stop)
+        discard_job(folder.job)
+        for path in (folder.images, folder.labels):
+            path.unlink(missing_ok=True)
+        return islands.trained_seed()
+
+
+def _train_seed(
+    islands: Islands,
+    settings: TrainingSettings,
+    on_progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Train the seed, write its weights, and last the record that says that they are there."""
+    plan = islands.seed_plan
+    folder = islands.seed
+    members = [islands.island(number) for number in range(len(plan.silos))]
+    parts = {folder.images: [member.images for member in members]}
+    files = {"images": folder.images}
+    if not isinstance(plan.condition, NoCondition):
+        parts[folder.labels] = [member.labels for member in members]
+        files["labels"] = folder.labels
+    _join_islands(folder.path, parts)
+    inputs: dict[str, Images] = {name: map_array(path) for name, path in files.items()}
+    row_digests = [sha256_file(member.rows) for member in members]
+    # A number that no island has, so that its random numbers are its own.
+    expert = PlannedExpert(plan, _SEED_NAME, len(members), None, settings.engine)
+    task = TrainingTask(expert, inputs, sha256_hex("".join(row_digests).encode()), files)
+    result = train_job(
+        task,
+        folder.job,
+        settings,
+        folder.weights,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+    record = TrainedIsland(
+        plan_id=plan.plan_id,
+        num_images=len(inputs["images"]),
+        steps=result.steps,
+        training=ExpertTraining(loss=result.loss, seconds=result.seconds, flops=result.flops),
+        expert=File.of(BASE_PATH, folder.weights),
+    )
+    write_atomic(folder.record, record.encode())
+
+
+def _join_islands(folder: Path, parts: dict[Path, list[Path]]) -> None:
+    """Write the arrays of all islands one after the other, where that was not done yet.
+
+    Args:
+        folder: the seed's.
+        parts: the arrays of the islands, by the path of the joined one.
+
+    Raises:
+        DataError: an island's array is not there.
+        DiskError: too little free space.
+    """
+    missing = {joined: paths for joined, paths in parts.items() if not joined.is_file()}
+    num_bytes = 0
+    for paths in missing.values():
+        num_bytes += sum(map_array(path).nbytes for path in paths)
+    require_free_space({folder: num_bytes}, "the images of all islands in one file")
+    for joined, paths in missing.items():
+        arrays = [map_array(path) for path in paths]
+        num_rows = sum(len(array) for array in arrays)
+        blocks = (block.numpy() for array in arrays for block in torch.split(array, _BLOCK_ROWS))
+        dtype = np.dtype(arrays[0].numpy().dtype).type
+        write_rows(joined, (num_rows, *arrays[0].shape[1:]), blocks, dtype)
+
+
 @contextmanager
-def _lock_island(folder: IslandFolder, number: int) -> Iterator[None]:
-    """Lock an island for this process."""
-    check_writable([folder.path])
+def _lock_training(folder: Path, subject: str, remedy: str) -> Iterator[None]:
+    """Lock the folder of an island, or of the seed, for this process."""
+    check_writable([folder])
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(folder.path, "training"))
+            stack.enter_context(locked(folder, "training"))
         except BusyError as error:
             raise BusyError(
-                f"island {number}",
+                subject,
                 expected="no other process that trains it",
                 got="one that does",
-                remedy="Wait for it, or train another island: each takes its own process or job.",
+                remedy=remedy,
             ) from error
         yield
 
@@ -115,5 +219,6 @@ def _train(
         steps=result.steps,
         training=ExpertTraining(loss=result.loss, seconds=result.seconds, flops=result.flops),
         expert=File.of(expert_path(island_id, island_id), folder.expert),
+        base=None if base is None else base.file.digest,
     )
     write_atomic(folder.record, record.encode())

@@ -85,15 +85,18 @@ class ExpertRecipe(Expert):
     training: SerializeAsAny[TrainingRecipe]
     architecture: Annotated[Architecture, BeforeValidator(_expand_architecture)]
 
-    def plain(self, *, has_base: bool = False) -> Expert:
+    def plain(self, *, has_base: bool = False, has_seed: bool = False) -> Expert:
         """Return what a plan says of it.
 
         Args:
             has_base: whether training starts from a base; without an adaptation, all weights are trained from it.
+            has_seed: whether that base is a seed, which is trained by the same recipe.
         """
         values = {name: getattr(self, name) for name in Expert.model_fields}
         if has_base and self.adaptation == FullAdaptation():
             values["adaptation"] = FullAdaptation(base=BASE_PATH)
         starts_full = has_base and isinstance(self.adaptation, FullAdaptation)
-        values["training"] = self.training.plain(self.architecture, starts_from_base=starts_full)
+        values["training"] = self.training.plain(
+            self.architecture, starts_from_base=starts_full, has_seed=has_seed
+        )
         return Expert.model_construct(**values)

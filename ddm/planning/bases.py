@@ -20,6 +20,7 @@ from ddm.planning.recipe import (
     DiffusersBaseRecipe,
     FileBaseRecipe,
     ReleaseBaseRecipe,
+    SeedBaseRecipe,
     SharedRecipe,
     TrainedBaseRecipe,
 )
@@ -164,7 +165,7 @@ class OpenedBase:
 def open_base(
     recipe: SharedRecipe, expert_shape: Shape, condition: Condition, source: BaseSource | None
 ) -> OpenedBase | None:
-    """Open the base that a recipe names; None for a recipe without one.
+    """Open the base that a recipe names; None for a recipe without one, or with a seed, which is trained later.
 
     Args:
         recipe: what the operator asks for.
@@ -177,7 +178,7 @@ def open_base(
         SetupError: the recipe's base is not of the form that its kind says.
         TensorFileError: the weights do not fit the plan's network; names the tensor.
     """
-    if recipe.base is None:
+    if recipe.base is None or isinstance(recipe.base, SeedBaseRecipe):
         return None
     if source is None:
         source = _read_source(recipe.base, recipe)
@@ -219,6 +220,12 @@ def _read_source(chosen: BaseRecipe, recipe: SharedRecipe) -> BaseSource:
                 "recipe, base.kind",
                 expected="file, diffusers or trained",
                 got="release, which only aggregator plan opens",
+            )
+        case SeedBaseRecipe():
+            raise SetupError(
+                "recipe, base.kind",
+                expected="file, diffusers or trained",
+                got="seed, which ddm train trains",
             )
         case _:
             assert_never(chosen)

@@ -9,7 +9,8 @@ from ddm.io.settings import Settings
 from ddm.planning.architectures import ExpertRecipe, RouterRecipe
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import ClassCondition, MaxTokens, NoCondition, Probability
-from ddm.protocol.base import Licence, NaturalInt, NumImages
+from ddm.protocol.base import Licence, NaturalInt, NumImages, PositiveInt
+from ddm.protocol.bases import SeedShare
 from ddm.protocol.encoder import Side
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
 from ddm.protocol.learning import (
@@ -181,6 +182,20 @@ class TrainedBaseRecipe(Settings):
     training: SerializeAsAny[TrainingRecipe]
 
 
+class SeedBaseRecipe(Settings):
+    """A base that one owner trains first, on the images of all islands: for `ddm split`; `--seed-share` writes this.
+
+    Attributes:
+        share: share of the images that seed and islands see in training together, those that the seed sees.
+        batch_size: images in a step of the seed, which must divide the batches of all islands together; by default it
+            is these.
+    """
+
+    kind: Literal["seed"]
+    share: SeedShare
+    batch_size: PositiveInt | None = None
+
+
 class ReleaseBaseRecipe(Settings):
     """An expert of an earlier release, or a student of it: for `aggregator plan`, whose `--from-release` writes this.
 
@@ -205,7 +220,7 @@ class ReleaseBaseRecipe(Settings):
 
 
 BaseRecipe = Annotated[
-    FileBaseRecipe | DiffusersBaseRecipe | TrainedBaseRecipe | ReleaseBaseRecipe,
+    FileBaseRecipe | DiffusersBaseRecipe | TrainedBaseRecipe | SeedBaseRecipe | ReleaseBaseRecipe,
     Field(discriminator="kind"),
 ]
 
@@ -303,7 +318,9 @@ class SharedRecipe(ModelTerms):
         """Replace the recipe of the experts by what a plan says of them, which depends on whether there is a base."""
         if not isinstance(self.expert, ExpertRecipe):
             return self
-        expert = self.expert.plain(has_base=self.base is not None)
+        expert = self.expert.plain(
+            has_base=self.base is not None, has_seed=isinstance(self.base, SeedBaseRecipe)
+        )
         return self.model_copy(update={"expert": expert})
 
     @model_validator(mode="after")

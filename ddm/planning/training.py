@@ -21,7 +21,8 @@ class TrainingRecipe(Training):
 
     Attributes:
         learning_rate: the highest of the run; by default 0.5 over the width of a transformer, since wider ones need
-            smaller rates, and half of that where all weights are trained from a base; a unet needs one.
+            smaller rates, and half of that where all weights are trained from a base; a unet needs one. Where islands
+            start from a seed, it is the seed's, and theirs is half of it.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
         weight_decay: AdamW's weight decay.
         precision: precision of the arithmetic, auto being bf16 where products in it are faster (GPUs, AMX,
@@ -38,19 +39,25 @@ class TrainingRecipe(Training):
     weight_decay: Share = 0.01
     precision: Literal["auto", "fp32", "bf16"] = "auto"
 
-    def plain(self, architecture: Architecture, *, starts_from_base: bool = False) -> Training:
+    def plain(
+        self, architecture: Architecture, *, starts_from_base: bool = False, has_seed: bool = False
+    ) -> Training:
         """Return what a plan says of it, for an expert of these sizes.
 
         Args:
             architecture: the expert's.
             starts_from_base: whether all weights are trained, from those of a base.
+            has_seed: whether that base is a seed, which is trained at the rate that the recipe names.
         """
         values = {name: getattr(self, name) for name in Training.model_fields}
-        values["learning_rate"] = self.learning_rate
-        if self.learning_rate is None:
-            values["learning_rate"] = usual_rate(architecture)
-            if starts_from_base:
-                values["learning_rate"] *= BASE_RATE_SHARE
+        rate = self.learning_rate
+        # Without a seed, a rate that the recipe names is already meant for a start from the base.
+        is_from_scratch = self.learning_rate is None or has_seed
+        if rate is None:
+            rate = usual_rate(architecture)
+        if starts_from_base and is_from_scratch:
+            rate *= BASE_RATE_SHARE
+        values["learning_rate"] = rate
         values["ema_width"] = self.ema_width if self.averages else EMA_WIDTH
         return Training.model_construct(**values)
 

@@ -10,6 +10,7 @@ from ddm.protocol.base import (
     Licence,
     Model,
     NumImages,
+    NumSteps,
     PlanId,
     PositiveInt,
     ShortText,
@@ -32,6 +33,9 @@ PERMISSIVE_LICENCES = frozenset(
         "0BSD",
     }
 )
+
+SeedShare = Annotated[float, Field(gt=0.0, lt=1.0)]
+"""Share of a training's budget that a seed gets."""
 
 
 class FileBase(Model):
@@ -60,6 +64,25 @@ class TrainedBase(Model):
     kind: Literal["trained"] = "trained"
     digest: Digest
     images_digest: Digest
+
+
+class SeedBase(Model):
+    """Trained by the owner of the plan's islands on the images of all of them, as a share of their training's budget.
+
+    Attributes:
+        digest: sha256 of the weights as they were trained.
+        share: of the images that seed and islands see in training together, those that the seed sees.
+        num_steps: of its training.
+        batch_size: images in a step.
+        flops: of its training, as the plan implies them.
+    """
+
+    kind: Literal["seed"] = "seed"
+    digest: Digest
+    share: SeedShare
+    num_steps: NumSteps
+    batch_size: PositiveInt
+    flops: Annotated[float, Field(ge=0.0, le=1e36)]
 
 
 class _ReleasedBase(Model):
@@ -115,7 +138,7 @@ class Base(Model):
 
     digest: Digest
     origin: Annotated[
-        FileBase | TrainedBase | ExpertBase | StudentBase, Field(discriminator="kind")
+        FileBase | TrainedBase | SeedBase | ExpertBase | StudentBase, Field(discriminator="kind")
     ]
     licence: Licence
     num_images: NumImages | None = None
@@ -140,6 +163,11 @@ class Base(Model):
                 source = f"a file of the operator's, a {layout} of diffusers"
             case TrainedBase():
                 source = "trained by the operator on public images"
+            case SeedBase() as origin:
+                source = (
+                    f"a seed of the same owner, trained on the images of all islands: {origin.share:.3g} of the "
+                    f"budget, {origin.num_steps:,} steps of {origin.batch_size:,} images, {origin.flops:.3g} FLOP"
+                )
             case ExpertBase() as origin:
                 source = (
                     f"expert {origin.expert_id} of {', '.join(origin.silos)}, {_release_of(origin)}"

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from ddm.protocol.architecture import ClassCondition, Condition
 from ddm.protocol.base import MAX_SILOS, File, KeyText, Licence, Model, PlanId, SiloId, Time
-from ddm.protocol.bases import Base, licence_misfit
+from ddm.protocol.bases import Base, SeedBase, licence_misfit
 from ddm.protocol.carried import CarriedSilo, check_carried_silos
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import Encoder
@@ -180,6 +180,11 @@ class Plan(PlanTerms, FederationDocument):
         # Here too, and not in planning alone: silos and readers need not believe that the operator compared them.
         if licence_misfit(self.base.licence, self.licence) is not None:
             raise ValueError("base.licence must be permissive, or the licence of the plan")
+        # In a federation nobody has all silos' images, so that such a base would have a false origin.
+        if isinstance(self.base.origin, SeedBase) and self.statistics.private:
+            raise ValueError(
+                "base.origin seed is for the islands of one owner: a federation trains no seed on its silos' images"
+            )
         # Its guarantee would cover what private training adds, and not what the base already knows of the same units.
         exposed_silos = set(self.base.exposed_silos) & set(self.silos)
         if self.expert.privacy is not None and exposed_silos:
