@@ -198,12 +198,12 @@ def _released_base(
     """Open the base of a recipe that names a release; where it names no expert, propose the best on public images."""
     from aggregator.planning.released_base import (
         compare_experts,
-        expert_source,
         silos_that_left,
         student_source,
         verify_base_release,
     )
     from ddm.planning.recipe import ReleaseBaseRecipe
+    from ddm.planning.released_base import expert_source
 
     chosen = recipe.base
     if not isinstance(chosen, ReleaseBaseRecipe):

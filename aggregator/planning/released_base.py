@@ -1,6 +1,6 @@
 """Makes an expert of an earlier release, or a student of it, the base of the next plan; verified, with its consent."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,19 +12,17 @@ from aggregator.membership.withdrawal import has_left
 from ddm.diffusion.path import Expert, path_named, target_of, x_t
 from ddm.diffusion.path import Path as DiffusionPath
 from ddm.distillation.student import read_record
-from ddm.errors import DigestError, PolicyError, SetupError, ShapeError
+from ddm.errors import DigestError, ShapeError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
-from ddm.models import load_expert
 from ddm.models.base_weights import BaseWeights
 from ddm.planning.bases import BaseSource, BaseSpace, read_weights
 from ddm.planning.recipe import ReleaseBaseRecipe
-from ddm.protocol.bases import ExpertBase, SeedBase, StudentBase
-from ddm.protocol.island import Island
+from ddm.planning.released_base import consents, no_consent_error, teachers_of, trained_plan
+from ddm.protocol.bases import StudentBase
 from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import PublishedExpert
-from ddm.protocol.plan import Plan
 
 # Shape legend: B images.
 
@@ -75,7 +73,7 @@ def silos_that_left(federation: Federation, release: Release) -> frozenset[str]:
         return frozenset()
     left = set()
     for silo_id in release.submissions:
-        plan = _plan_of(release, silo_id)
+        plan = trained_plan(release, silo_id)
         if has_left(federation, plan, silo_id):
             left.add(silo_id)
     return frozenset(left)
@@ -92,10 +90,10 @@ def consenting_experts(release: Release, left: Set[str]) -> tuple[PublishedExper
         PolicyError: no silo agrees.
     """
     experts = tuple(
-        expert for expert in release.manifest.experts if _consents(release, expert.silo_id, left)
+        expert for expert in release.manifest.experts if consents(release, expert.silo_id, left)
     )
     if not experts:
-        raise _no_consent(release, ", ".join(silo.silo_id for silo in release.manifest.silos))
+        raise no_consent_error(release, ", ".join(silo.silo_id for silo in release.manifest.silos))
     return experts
 
 
@@ -154,64 +152,6 @@ def compare_experts(release: Release, images: Tensor, left: Set[str]) -> list[Co
     return sorted(compared, key=lambda expert: expert.loss)
 
 
-def expert_source(release: Release, expert_id: str, left: Set[str]) -> BaseSource:
-    """Return an expert of a verified release as a base.
-
-    Args:
-        release: the release.
-        expert_id: the expert's name.
-        left: the release's silos whose consent is over (`silos_that_left`).
-
-    Raises:
-        SetupError: the release has no such expert.
-        PolicyError: its silo does not agree that it serves as a base.
-        DigestError, TensorFileError: its file is not the one that the release lists.
-    """
-    plan = release.plan
-    experts = {expert.expert_id: expert for expert in release.manifest.experts}
-    if expert_id not in experts:
-        raise SetupError(
-            "--expert",
-            expected=f"an expert of the release: {', '.join(experts)}"[:400],
-            got=ascii(expert_id)[:80],
-        )
-    expert = experts[expert_id]
-    if not _consents(release, expert.silo_id, left):
-        raise _no_consent(release, expert.silo_id)
-    # A silo that is carried over has its files in the folder of its own plan.
-    file = release.verified.files[expert.file.path]
-    network = load_expert(
-        plan.expert.architecture,
-        plan.expert_shape,
-        file.path.parent,
-        expert.file.model_copy(update={"path": file.path.name}),
-        plan.condition,
-    )
-    silos, is_private = _teachers(release, [expert])
-    submitted = {
-        submitted.expert_id: submitted for submitted in release.submissions[expert.silo_id].experts
-    }
-    objective = plan.objective.of(expert.silo_id)
-    return BaseSource(
-        BaseWeights(network.state_dict(), plan.expert_shape),
-        plan.expert.architecture.position_span(plan.expert_shape),
-        ExpertBase(
-            root=release.verified.root_fingerprint,
-            plan_id=plan.plan_id,
-            version=release.manifest.version,
-            manifest=release.manifest_digest,
-            silos=silos,
-            digest=expert.file.digest,
-            trained_privately=is_private,
-            expert_id=expert_id,
-        ),
-        release.manifest.licence,
-        submitted[expert_id].num_images,
-        ExpertObjective(path=objective.path, prediction=objective.prediction),
-        BaseSpace.of_plan(plan),
-    )
-
-
 def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSource:
     """Return a student that was distilled from a verified release as a base.
 
@@ -235,13 +175,11 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
         )
     # It knows what all of its teachers know.
     missing = [
-        silo.silo_id
-        for silo in release.manifest.silos
-        if not _consents(release, silo.silo_id, left)
+        silo.silo_id for silo in release.manifest.silos if not consents(release, silo.silo_id, left)
     ]
     if missing:
-        raise _no_consent(release, ", ".join(missing))
-    silos, is_private = _teachers(release, release.manifest.experts)
+        raise no_consent_error(release, ", ".join(missing))
+    silos, is_private = teachers_of(release, release.manifest.experts)
     shape = record.latent.shape(record.data.shape)
     autoencoder = None
     if record.autoencoder is not None:
@@ -262,46 +200,4 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
         record.images.num,
         ExpertObjective(path=record.path),
         BaseSpace(record.latent, autoencoder, record.condition),
-    )
-
-
-def _teachers(release: Release, experts: Sequence[PublishedExpert]) -> tuple[tuple[str, ...], bool]:
-    """Return the silos whose images these experts learned, also by way of their own base, and whether privately."""
-    silos = {expert.silo_id for expert in experts}
-    is_private = all(expert.privacy is not None for expert in experts)
-    for silo_id in tuple(silos):
-        plan = _plan_of(release, silo_id)
-        if plan.base is None:
-            continue
-        match plan.base.origin:
-            case ExpertBase() | StudentBase() as origin:
-                silos.update(origin.silos)
-                is_private = is_private and origin.trained_privately
-            case SeedBase():
-                # It learned the images of all islands of its plan, also of those that are not published.
-                silos.update(plan.silos)
-                is_private = False
-    return tuple(sorted(silos)), is_private
-
-
-def _plan_of(release: Release, silo_id: str) -> Plan:
-    """Return the plan for which a silo trained: of one that is carried over, an earlier one."""
-    return release.earlier_plans.get(release.plan.origin(silo_id), release.plan)
-
-
-def _consents(release: Release, silo_id: str, left: Set[str]) -> bool:
-    if silo_id in left:
-        return False
-    document = release.submissions[silo_id]
-    # Islands are one owner's, who publishes them and starts from them alike.
-    return isinstance(document, Island) or document.serve_as_base
-
-
-def _no_consent(release: Release, silos: str) -> PolicyError:
-    return PolicyError(
-        f"release {release.manifest.version} of plan {release.plan.plan_id}",
-        expected="serve_as_base, a silo's signed consent that later plans start from its experts",
-        got=f"submissions without it, or of silos that have left: {silos}"[:400],
-        remedy="Ask for it: serve_as_base = true under [approval] in the silo's policy.toml, before it submits for "
-        "the next plan. This release stays without it.",
     )

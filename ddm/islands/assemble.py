@@ -173,8 +173,8 @@ def _sign_plan_of_seed(islands: Islands, passphrase: bytes) -> None:
             expected=f"the one of the signed plan, sha256 {signed_digest[:16]}...",
             got=f"one from which a plan with sha256 {plan.digest[:16]}... follows",
             remedy=(
-                "Put back the folders seed and plan as they were at the first `ddm assemble`. For another seed, split "
-                "the data set again."
+                "Put back the folders seed and plan as they were when the first version was published. For another "
+                "seed, split the data set again."
             ),
         )
 

@@ -72,11 +72,14 @@ class IslandsRecipe(SharedRecipe):
         )
 
     @model_validator(mode="after")
-    def _base_is_a_file(self) -> "IslandsRecipe":
-        # Silos agree that their experts serve as the base of their federation's plans.
-        if isinstance(self.base, ReleaseBaseRecipe):
+    def _released_base_is_one_expert(self) -> "IslandsRecipe":
+        if not isinstance(self.base, ReleaseBaseRecipe):
+            return self
+        # There is no folder of a federation whose root would be pinned, and experts are not compared here.
+        if self.base.root is None or self.base.expert is None:
             raise ValueError(
-                "base.kind release is for aggregator plan: use file, diffusers or trained"
+                "base.kind release needs root, the root.json by which the release is verified, and expert, the name "
+                "of one of its experts (ddm info lists them); for a student use the kind file"
             )
         return self
 

@@ -23,6 +23,7 @@ from ddm.islands.data import Dataset
 from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
 from ddm.islands.keys import make_keys, make_root, sign_first_plan
 from ddm.islands.recipe import IslandsRecipe
+from ddm.islands.released_base import open_released_base
 from ddm.islands.seed import SeedBudget, divide_budget
 from ddm.models import network_size
 from ddm.planning.bases import check_licence
@@ -141,6 +142,7 @@ def split(
         DataError: an island with too few images, an image without a value in the column, or images, labels or captions
             that do not fit the recipe.
         DiskError: too little free space.
+        TrustError, FormatError: a base of an earlier release that does not verify.
     """
     _check_absent(out)
     # A column is read before anything is fitted, which takes minutes.
@@ -155,7 +157,7 @@ def split(
         # Images and keys: nobody else on the machine may read them.
         private_folder(staged)
         fitted_rows = _choose_fitted(len(dataset.images), recipe)
-        networks = open_networks(recipe)
+        networks = open_networks(recipe, open_released_base(recipe))
         check_licence(networks.base, recipe.owner.licence)
         parts = fit_public_parts(
             recipe, networks, dataset.images[fitted_rows], islands.bundle, on_progress

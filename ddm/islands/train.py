@@ -29,7 +29,6 @@ from ddm.training.planned import PlannedExpert, public_base
 
 _BLOCK_ROWS = 4096
 _SEED_NAME = "seed"
-_OTHER_ISLAND = "Wait for it, or train another island: each takes its own process or job."
 
 
 def check_number(islands: Islands, number: int) -> None:
@@ -69,7 +68,7 @@ def train_island(
     """
     check_number(islands, number)
     folder = islands.island(number)
-    with _lock_training(folder.path, f"island {number}", _OTHER_ISLAND):
+    with _lock_training(folder.path, f"island {number}"):
         # The record is written last, so that an interrupted training goes on from its checkpoint.
         if not folder.is_trained:
             _train(islands, number, settings, on_progress, should_stop)
@@ -93,10 +92,10 @@ def train_seed(
             "--seed-only",
             expected="islands that start from a seed",
             got="islands that were split without one",
-            remedy="Leave --seed-only out. A seed is asked for when the data set is split: `ddm split --seed-share`.",
+            remedy="Leave --seed-only out. A seed is asked for by --seed-share when the data set is split.",
         )
     folder = islands.seed
-    with _lock_training(folder.path, "the seed", "Wait for it: all islands start from it."):
+    with _lock_training(folder.path, "the seed"):
         # The record is written last, as that of an island.
         if not folder.is_trained:
             _train_seed(islands, settings, on_progress, should_stop)
@@ -170,7 +169,7 @@ def _join_islands(folder: Path, parts: dict[Path, list[Path]]) -> None:
 
 
 @contextmanager
-def _lock_training(folder: Path, subject: str, remedy: str) -> Iterator[None]:
+def _lock_training(folder: Path, subject: str) -> Iterator[None]:
     """Lock the folder of an island, or of the seed, for this process."""
     check_writable([folder])
     with ExitStack() as stack:
@@ -181,7 +180,10 @@ def _lock_training(folder: Path, subject: str, remedy: str) -> Iterator[None]:
                 subject,
                 expected="no other process that trains it",
                 got="one that does",
-                remedy=remedy,
+                remedy=(
+                    "Wait for it. Other islands, once there is a seed if they start from one, can be trained "
+                    "meanwhile: each takes its own process or job."
+                ),
             ) from error
         yield
 

@@ -197,13 +197,14 @@ class SeedBaseRecipe(Settings):
 
 
 class ReleaseBaseRecipe(Settings):
-    """An expert of an earlier release, or a student of it: for `aggregator plan`, whose `--from-release` writes this.
+    """An expert of an earlier release, or a student of it; `aggregator plan --from-release` writes this table.
 
     Attributes:
         release: the release's folder.
-        root: the pinned root of the federation that published it; by default this federation's.
-        expert: the expert's name; with neither expert nor student, the best one on public images is proposed.
-        student: the file of the student's weights, with the record beside it.
+        root: the pinned root of whoever published it; by default this federation's. `ddm split` needs it.
+        expert: the expert's name; with neither expert nor student, the best one on public images is proposed. `ddm
+            split` needs it.
+        student: the file of the student's weights, with the record beside it; not for `ddm split`.
     """
 
     kind: Literal["release"]

@@ -16,7 +16,6 @@ from aggregator.keys.removal import remove_silo
 from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.planning.released_base import (
     compare_experts,
-    expert_source,
     silos_that_left,
     student_source,
     verify_base_release,
@@ -27,6 +26,7 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.release import Release, open_release
 from ddm.models import build_expert
 from ddm.planning.recipe import ReleaseBaseRecipe
+from ddm.planning.released_base import expert_source
 from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
 from ddm.protocol.bases import ExpertBase, FileBase, StudentBase

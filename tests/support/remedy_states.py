@@ -24,6 +24,7 @@ from tests.support.mistakes import (
     in_turn,
     move_file,
     status_command,
+    type_command,
 )
 
 
@@ -98,6 +99,16 @@ def own_data(world: WaitingFederation) -> None:
     values, _ = digits()
     np.savez(world.path / "own.npz", images=values)
     (world.path / "own.toml").write_text(RECIPE.format(steps=10))
+
+
+def own_islands_with_a_seed(world: WaitingFederation) -> None:
+    """Split an owner's data set into islands that start from a seed, which is not trained."""
+    own_data(world)
+    words = [
+        *("ddm", "split", "--data", world.path / "own.npz", "--recipe", world.path / "own.toml"),
+        *("--islands", 2, "--seed-share", 0.2, "--out", world.path / "islands", *world.secret),
+    ]
+    assert type_command(words).code == 0
 
 
 def federation_status(world: WaitingFederation) -> Words:
@@ -373,6 +384,13 @@ REMEDY_STATES: dict[str, Mistake] = {
             *("--islands", 2, "--out", w.path / "islands", *w.secret),
         ],
         prepare=own_data,
+    ),
+    "training an island before the seed": Mistake(
+        lambda w: ["ddm", "train", w.path / "islands", "--island", 0],
+        3,
+        "--seed-only",
+        repeated_command=lambda w: ["ddm", "train", w.path / "islands", "--seed-only"],
+        prepare=own_islands_with_a_seed,
     ),
     "a split over a folder that is there": Mistake(
         lambda w: [

@@ -3,13 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from aggregator.planning.recipe import Recipe
-from aggregator.planning.released_base import expert_source
-from ddm.errors import DigestError, SetupError
+from ddm.errors import DigestError, PolicyError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import load_settings
 from ddm.io.tensors import load_tensors
@@ -18,6 +18,7 @@ from ddm.islands.recipe import IslandsRecipe
 from ddm.islands.seed import divide_budget
 from ddm.loading.release import Release, open_release
 from ddm.models import expected_tensors, training_flops
+from ddm.planning.released_base import expert_source
 from ddm.protocol.bases import ExpertBase, SeedBase
 from ddm.protocol.learning import Training
 from ddm.protocol.plan import Plan
@@ -262,7 +263,7 @@ def test_recipes_and_options_that_no_seed_fits_are_refused(tmp_path: Path) -> No
     owner = Owner.make(tmp_path / "option", steps=STEPS)
     assert owner.split().code == 0
     refused = owner.train("--seed-only")
-    assert refused.code == SetupError.exit_code and "ddm split --seed-share" in refused.err
+    assert refused.code == SetupError.exit_code and "by --seed-share" in refused.err
 
 
 def test_federation_has_no_seed_in_its_recipe_or_its_plan(published: Owner, tmp_path: Path) -> None:
@@ -287,3 +288,49 @@ def test_federation_has_no_seed_in_its_recipe_or_its_plan(published: Owner, tmp_
     document["statistics"]["relation"] = "replace_one"
     with pytest.raises(Exception, match="base.origin seed is for the islands of one owner"):
         Plan.parse(json.dumps(document).encode(), subject="plan.json")
+
+
+def test_islands_start_from_an_expert_of_an_own_earlier_release(
+    published: Owner, tmp_path: Path
+) -> None:
+    table = f'[base]\nkind = "release"\nrelease = "{published.path / "release"}"\n'
+    chosen = f'root = "{published.root}"\nexpert = "island1"\n'
+    owner = Owner.make(tmp_path / "next", steps=2, extra=table + chosen)
+    result = owner.split("--by", "site")
+    assert result.code == 0, result.err
+    plan = Islands(owner.run).plan
+    assert plan.base is not None and isinstance(plan.base.origin, ExpertBase)
+    assert (plan.base.origin.expert_id, plan.base.origin.version) == ("island1", 1)
+    assert plan.base.num_images == Islands(published.run).trained(1).num_images
+    earlier = Islands(published.run).island(1).expert
+    specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
+    expected = load_tensors(earlier, specs, max_bytes=10**6, max_abs=1e6)
+    start = load_tensors(Islands(owner.run).seed.weights, specs, max_bytes=10**6, max_abs=1e6)
+    assert all(bool((start[name] == expected[name]).all()) for name in expected)
+
+    strangers_root = Owner.make(tmp_path / "stranger", steps=2)
+    assert strangers_root.split().code == 0
+    faults = (
+        ("", SetupError.exit_code, "needs root"),
+        (chosen.replace("island1", "island7"), SetupError.exit_code, "island0, island1"),
+        (chosen.replace(str(published.root), str(strangers_root.root)), None, "root"),
+    )
+    for number, (words, code, expected_words) in enumerate(faults):
+        with case(words):
+            refused = Owner.make(tmp_path / str(number), steps=2, extra=table + words).split()
+            assert refused.code != 0 and code in (None, refused.code), refused.err
+            assert expected_words in refused.err
+
+
+def test_islands_do_not_start_from_a_release_of_a_federation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its silos agreed to a base for plans of their own federation."""
+    table = '[base]\nkind = "release"\nrelease = "r"\nroot = "root.json"\nexpert = "north"\n'
+    owner = Owner.make(tmp_path, steps=2, extra=table)
+    release = SimpleNamespace(submissions={"north": "a submission"})
+    monkeypatch.setattr("ddm.islands.released_base.open_release", lambda *_, **__: release)
+    refused = owner.split()
+    assert refused.code == PolicyError.exit_code
+    assert "a release of islands" in refused.err
+    assert not owner.run.exists()
