@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import Experts, LinearPath, Path
-from ddm.diffusion.solver import solver_named
+from ddm.diffusion.solver import solver_step
 from ddm.encoders.autoencoder import Identity, Latent
 from ddm.errors import ShapeError
 from ddm.protocol.architecture import Condition, NoCondition
@@ -364,7 +364,7 @@ class Ensemble:
                 mixture=mixture,
                 strategy=resolved_strategy,
                 times=initial_state.times,
-                step=solver_named(options.solver, self.path),
+                step=solver_step(options.solver, self.path),
                 router_every=options.router_every,
                 report_step=step_reporter(on_progress, num_samples * num_moves),
                 callback=callback,

@@ -12,7 +12,7 @@ from math import pi
 from typing import Literal, Protocol, assert_never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddm.diffusion.schedules import DiscretePath, KarrasPath
 from ddm.errors import ShapeError
@@ -339,7 +339,7 @@ def as_velocity(
     *,
     t_min: float = 0.01,
     t_max: float = 0.99,
-) -> Expert:
+) -> "CanonicalVelocity":
     """Convert an expert that was trained on another path, or predicts something else, to the canonical velocity.
 
     The expert is called at t', where its path (a', s') has the canonical ratio ``a'/s' = alpha/sigma``, on
@@ -360,7 +360,7 @@ def as_velocity(
             the largest t' at which the expert is called.
 
     Returns:
-        The velocity on the canonical path, called as the expert is.
+        The velocity on the canonical path, called as the expert is; a module, in which a network moves along.
 
     Source:
         Karras et al. 2022, for the equivalence of paths up to time and scale.
@@ -375,25 +375,54 @@ def as_velocity(
         lowest = t_min
     if prediction == "eps":
         highest = t_max
+    return CanonicalVelocity(expert, prediction, path, canonical, (lowest, highest))
 
-    def canonical_velocity(
-        x_B: Tensor,
-        t_B: Tensor,
-        *condition: Tensor,
-    ) -> Tensor:
+
+class CanonicalVelocity(nn.Module):
+    """A velocity on the canonical path, made from an expert of another kind; see `as_velocity`.
+
+    Args:
+        expert: predicts `prediction` on `path`.
+        prediction: what it predicts.
+        path: the path it was trained on.
+        canonical: the ensemble's path.
+        called_at: the lowest and the highest time of its path at which it is called.
+    """
+
+    def __init__(
+        self,
+        expert: Expert,
+        prediction: Prediction,
+        path: Path,
+        canonical: Path,
+        called_at: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        # Where it is a module, it becomes a part of this one.
+        self.expert = expert
+        self.prediction = prediction
+        self.path = path
+        self.canonical = canonical
+        self.called_at = called_at
+
+    __call__: Callable[..., Tensor]
+
+    def forward(self, x_B: Tensor, t_B: Tensor, *condition: Tensor) -> Tensor:
+        """Return the velocity on the canonical path, of the shape of `x_B`."""
+        path = self.path
         t_B = t_B.to(x_B)
-        alpha_B = canonical.alpha(t_B)
-        sigma_B = canonical.sigma(t_B)
+        alpha_B = self.canonical.alpha(t_B)
+        sigma_B = self.canonical.sigma(t_B)
         # The time of the same signal-to-noise ratio on the expert's path, and the nearest one that it can be called at.
         same_ratio_B = path.time_of(alpha_B, sigma_B)
-        called_B = same_ratio_B.clamp(lowest, highest)
+        called_B = same_ratio_B.clamp(*self.called_at)
         # c of the docstring: the scale of the expert's path at t' over that of the canonical path at t.
         own_scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B))
         canonical_scale_B = torch.hypot(alpha_B, sigma_B)
         scale_B = own_scale_B / canonical_scale_B
         x_own = expand_time(scale_B, x_B) * x_B
-        predicted = expert(x_own, called_B, *condition)
-        x_0, eps = x_0_and_eps_of(path, prediction, x_own, predicted, called_B)
+        predicted = self.expert(x_own, called_B, *condition)
+        x_0, eps = x_0_and_eps_of(path, self.prediction, x_own, predicted, called_B)
 
         # Beyond the expert's times one of its two estimates is kept, and the other follows from x_t.
         alpha = expand_time(alpha_B, x_B)
@@ -407,6 +436,4 @@ def as_velocity(
         x_0_from_eps = (x_B - sigma * eps) / alpha_or_1
         used_eps = torch.where(has_more_noise, eps_from_x_0, eps)
         used_x_0 = torch.where(has_less_noise, x_0_from_eps, x_0)
-        return velocity(canonical, used_x_0, used_eps, t_B)
-
-    return canonical_velocity
+        return velocity(self.canonical, used_x_0, used_eps, t_B)

@@ -12,7 +12,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -23,6 +23,21 @@ from ddm.errors import MathError
 SolverName = Literal["euler", "heun", "midpoint", "rk4", "dpm"]
 
 
+class Solver(Protocol):
+    """One step of a solver: a function of a caller's own in the place of a name."""
+
+    def __call__(self, velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor:
+        """Return x at `t_next`.
+
+        Args:
+            velocity: called as ``velocity(x_B, t_B)``.
+            x_B: samples at `t`, shape (B, ...).
+            t: where the step begins.
+            t_next: where it ends, below `t`.
+        """
+        ...
+
+
 Step = Callable[[Velocity, Tensor, float, float, SolverMemory], tuple[Tensor, SolverMemory]]
 """Called as ``step(velocity, x_B, t, t_next, memory)``; returns x at `t_next` and the memory then."""
 
@@ -31,7 +46,7 @@ def integrate(
     velocity: Velocity,
     x_1: Tensor,
     times: Sequence[float],
-    solver: SolverName = "heun",
+    solver: SolverName | Solver = "heun",
     path: Path | None = None,
 ) -> Tensor:
     """Integrate a velocity along a grid of times.
@@ -40,7 +55,7 @@ def integrate(
         velocity: called as ``velocity(x_B, t_B)``.
         x_1: where the trajectory starts, shape (B, ...).
         times: S + 1 times, strictly descending, usually from 1 to 0.
-        solver: see the table above.
+        solver: see the table above; or a step of your own.
         path: the velocity's path, linear when omitted; only `dpm` uses it.
 
     Returns:
@@ -50,7 +65,7 @@ def integrate(
         MathError: times that do not descend, or an unknown solver.
     """
     check_times(times)
-    step = solver_named(solver, path or LinearPath())
+    step = solver_step(solver, path or LinearPath())
     memory = SolverMemory.empty(x_1)
     x_0, _ = follow(velocity, x_1, times, step, memory)
     return x_0
@@ -128,13 +143,13 @@ def rk4_step(
     return x_B + length / 6 * weighted_sum
 
 
-def solver_named(name: SolverName, path: Path) -> Step:
-    """Return the step of the solver called `name`, for velocities on `path`.
+def solver_step(solver: SolverName | Solver, path: Path) -> Step:
+    """Return the step of a solver that is given itself or by its name, for velocities on `path`.
 
     Raises:
         MathError: there is no such solver.
     """
-    match name:
+    match solver:
         case "euler":
             return _without_memory(euler_step)
         case "heun":
@@ -145,12 +160,14 @@ def solver_named(name: SolverName, path: Path) -> Step:
             return _without_memory(rk4_step)
         case "dpm":
             return partial(dpm_step, path=path)
+        case _ if callable(solver):
+            return _without_memory(solver)
         case _:
             names = ", ".join(get_args(SolverName))
-            raise MathError("solver", expected=names, got=repr(name))
+            raise MathError("solver", expected=f"{names}, or a function", got=repr(solver))
 
 
-def _without_memory(step: Callable[[Velocity, Tensor, float, float], Tensor]) -> Step:
+def _without_memory(step: Solver) -> Step:
     def step_and_pass_memory(
         velocity: Velocity,
         x_B: Tensor,

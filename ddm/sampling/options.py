@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ddm.diffusion.solver import SolverName
+from ddm.diffusion.solver import Solver, SolverName
 from ddm.sampling.inpainting import KnownRegion
 
 
@@ -15,7 +15,7 @@ class SamplingOptions:
     """Options of sampling: numbers, starts, solver and arithmetic.
 
     Args:
-        solver: see `ddm.diffusion.solver`.
+        solver: a name, see `ddm.diffusion.solver`; or a `Solver` of your own.
         generator: draws the seed, in place of `seed`; it has moved on afterwards, so that another call with it draws
             other samples.
         x: where samples begin, at `t_start`, in the experts' space, shape (N, ...); noise when omitted.
@@ -33,7 +33,7 @@ class SamplingOptions:
         on_progress: called with the steps taken, summed over all samples, and the total to take.
     """
 
-    solver: SolverName = "midpoint"
+    solver: SolverName | Solver = "midpoint"
     generator: torch.Generator | None = None
     # Tensors or arrays; checked where samples start.
     x: Any = None

@@ -11,6 +11,7 @@ others.
 """
 
 # Shape legend: N images, U units, S samples of a unit (images times draws), P trained weights.
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError, SetupError
+from ddm.privacy.accounting import noise_multiplier_for
 from ddm.privacy.noise import Octets, rounded_gaussian
-from ddm.privacy.secret_stream import SecretStream, name_of_secret, secret_generator
+from ddm.privacy.secret_stream import (
+    SECRET_BYTES,
+    SecretStream,
+    name_of_secret,
+    secret_generator,
+)
 from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.augmentation import augmented
 from ddm.training.batches import Examples, draw_times, hide, rows
@@ -98,6 +105,29 @@ class PrivateTraining:
             return np.arange(self.num_units)
         number_U = np.frombuffer(octets, dtype="<u8")
         return np.flatnonzero(number_U < np.uint64(threshold)).astype(np.int64)
+
+
+def make_private(unit_N: Tensor, terms: DpSgd, num_steps: int) -> PrivateTraining:
+    """Prepare a private training of one's own data, outside of a federation and its ledger: `train(..., private=...)`.
+
+    The noise follows from epsilon and delta, and a new secret is drawn. Each call that trains on the same units costs
+    epsilon and delta once more: what several trainings cost together is for the caller to add up. A training that is
+    to be resumed needs the same object, or its secret.
+
+    Args:
+        unit_N: each image's unit, such as its patient, from 0 without a gap, int64 (N,).
+        terms: epsilon, delta and how units enter a step.
+        num_steps: of the training.
+
+    Raises:
+        DataError: numbers of units with a gap.
+        NumericalError: no noise is enough for this epsilon.
+    """
+    num_units = int(unit_N.max()) + 1
+    rate = terms.rate(num_units)
+    multiplier = noise_multiplier_for(terms.epsilon, terms.delta, rate, num_steps)
+    mechanism = DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=num_steps)
+    return PrivateTraining(terms, mechanism, unit_N, secrets.token_bytes(SECRET_BYTES))
 
 
 def sensitivity(num_weights: int) -> float:

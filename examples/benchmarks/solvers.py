@@ -23,7 +23,7 @@ from support.mixture import Mixture, plane, sliced_distance, wide
 from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, Experts, LinearPath, Path
-from ddm.diffusion.solver import SolverName, solver_named, uniform_times
+from ddm.diffusion.solver import SolverName, solver_step, uniform_times
 from ddm.routers.base import Router, log_prior
 from ddm.sampling.mixture import Branch
 from ddm.sampling.mixture import Mixture as Sampled
@@ -115,7 +115,7 @@ def draw(
     mixture = Sampled(CastExperts(world.experts), (branch,), 4096)
     noise, uniform_NS = draw_noise(range(num), world.shape, 0, len(times) - 1)
     noise = noise.double() if world.exact else noise
-    steps = solver_named(solver, world.path)
+    steps = solver_step(solver, world.path)
     with torch.inference_mode():
         return (
             Trajectories(mixture, strategy, times, steps, 1, lambda _: None)

@@ -25,6 +25,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.sampling.provenance.Provenance",
         "ddm.sampling.inpainting.KnownRegion",
         "ddm.diffusion.solver.SolverName",
+        "ddm.diffusion.solver.Solver",
+        "ddm.diffusion.path.as_velocity",
         "ddm.distillation.student.load_student",
         "ddm.encoders.text.TextEncoder",
     ),
@@ -34,12 +36,18 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.evaluation.intervals.Estimate",
     ),
     "Strategies": (
+        "ddm.sampling.strategies.Strategy",
+        "ddm.sampling.strategies.StepRule",
         "ddm.sampling.strategies.strategy_named",
         *(
             f"ddm.sampling.strategies.{name}"
             for name in ("Full", "Sample", "Lock", "TopK", "TopOne", "Nucleus")
         ),
         "ddm.sampling.strategies.Threshold",
+    ),
+    "Routers": (
+        "ddm.routers.base.Router",
+        "ddm.routers.classifier.ClassifierRouter",
     ),
     "Verify": (
         "ddm.loading.release.open_release",
@@ -52,7 +60,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.protocol.submission.Submission",
         "ddm.protocol.manifest.Manifest",
     ),
-    "Training": ("ddm.training.config.Engine",),
+    "Training": (
+        "ddm.training.config.Engine",
+        "ddm.training.loop.train",
+        "ddm.training.private.make_private",
+        "ddm.distillation.distill.distill",
+    ),
 }
 REMARKS = {
     "Documents": "Frozen pydantic models; [Documents](documents.md) says what each field means, at every depth.",

@@ -17,7 +17,7 @@ from ddm.diffusion.path import (
     velocity_from_x_0,
     x_0_and_eps,
 )
-from ddm.diffusion.solver import SolverName, follow, integrate, solver_named, uniform_times
+from ddm.diffusion.solver import SolverName, follow, integrate, solver_step, uniform_times
 from ddm.errors import MathError
 from tests.support.case import case
 from tests.support.errors import has_subject
@@ -133,7 +133,7 @@ def test_solver_forgets_a_sample_that_changed_its_expert_and_no_other() -> None:
     """Half of the samples change velocity in the middle; they go on as if they had started there."""
     first, second = (four_silos().expert(k) for k in (0, 1))
     times = uniform_times(10)
-    step = solver_named("dpm", LinearPath())
+    step = solver_step("dpm", LinearPath())
     x_1 = torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     changed = torch.arange(6) % 2 == 0
     halfway, memory = follow(first, x_1, times[:6], step, SolverMemory.empty(x_1))

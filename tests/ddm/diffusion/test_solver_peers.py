@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddm.diffusion.multistep import SolverMemory, filled
 from ddm.diffusion.path import CosinePath, LinearPath, Path, Velocity, x_0_and_eps
-from ddm.diffusion.solver import follow, integrate, solver_named, uniform_times
+from ddm.diffusion.solver import follow, integrate, solver_step, uniform_times
 from tests.support.gaussian_mixture import four_silos
 
 # diffusers' schedulers on the cosine path cannot start at alpha = 0
@@ -77,7 +77,7 @@ def test_sample_that_changed_its_expert_goes_on_like_a_fresh_scheduler_of_diffus
     first = four_silos().expert(0)
     second = four_silos().expert(1)
     x_1 = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    step = solver_named("dpm", LinearPath())
+    step = solver_step("dpm", LinearPath())
     halfway, memory = follow(first, x_1, LATE[:6], step, SolverMemory.empty(x_1))
     all_changed = torch.ones(20, dtype=torch.bool)
     ours, _ = follow(second, halfway, LATE[5:], step, memory.forget(all_changed))
