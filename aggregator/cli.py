@@ -4,7 +4,7 @@ from aggregator.commands.base import base
 from aggregator.commands.doctor import doctor
 from aggregator.commands.keys import complete, holder, rotate, sign
 from aggregator.commands.log import log
-from aggregator.commands.membership import enroll, init, remove
+from aggregator.commands.membership import enroll, init, invite, remove
 from aggregator.commands.plan import plan
 from aggregator.commands.publish import publish, release, withdraw
 from aggregator.commands.quarantine import admit, quarantine, refuse
@@ -17,7 +17,7 @@ from ddm.system.console import ResumableCommand, new_program, run_app
 from ddm.system.secrecy import forbid_core_dumps
 
 COMMANDS = {
-    "Federation and silos": (init, enroll, remove),
+    "Federation and silos": (init, invite, enroll, remove),
     "From plan to release": (base, plan, run, release, router, publish, withdraw),
     "Watching and screening": (status, doctor, quarantine, admit, refuse, service),
     "Keys": (holder, sign, complete, rotate, log),

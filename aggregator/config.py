@@ -28,9 +28,12 @@ from ddm.publishing.folder import MAX_TUF_BYTES, PublisherFolder
 from ddm.trust.paths import PLANS, split_silo_role
 
 PUBLIC_NAME = "public.npz"  # a plan's public hold-out
+SETTINGS_HEADING = (
+    "This federation: its name, the address that silos reach, the size of a transfer's shards."
+)
 BUSY_PORT_REMEDY = (
-    "Stop the program that listens there. Silos know this port from their invitation: for another one, change port in "
-    "federation.toml, address in invitation.json, and address in every silo's silo.toml."
+    "Stop the program that listens there. Silos know this port from their invitation: for another one, "
+    "`aggregator invite FED --address HOST:PORT`, then give every silo the new invitation."
 )
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts", "log")
 

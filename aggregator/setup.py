@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from aggregator.config import KEY_NAMES, Federation, FederationSettings
+from aggregator.config import KEY_NAMES, SETTINGS_HEADING, Federation, FederationSettings
 from aggregator.keys.ceremony import HOLDER_KEYS, conduct_ceremony
 from aggregator.keys.tls import make_tls
 from ddm.errors import BusyError
@@ -19,9 +19,6 @@ from ddm.trust.log.note import VerifierKey
 
 # Holds the finished federation between the rename that decides and the moves to where it belongs.
 _READY = ".federation.ready"
-HEADING = (
-    "This federation: its name, the address that silos reach, the size of a transfer's shards."
-)
 
 
 def init_federation(
@@ -96,7 +93,7 @@ def _build(
     ):
         folder.mkdir(parents=True)
     federation.keys.mkdir(mode=0o700)
-    save_settings(settings, federation.path / "federation.toml", HEADING)
+    save_settings(settings, federation.path / "federation.toml", SETTINGS_HEADING)
     make_tls(federation.path / "tls", [settings.host], passphrase=passphrase)
     change = Change.begin(federation.path)
     public_keys = {}

@@ -210,7 +210,7 @@ class UnsafePathError(TrustError):
 
 
 class RootError(TrustError):
-    """Not the root of trust that was pinned."""
+    """Not the root of trust that was pinned, or an invitation with another code."""
 
     exit_code = 19
     default_remedy = "Compare the root's code with the one the operator gave you out of band."

@@ -85,14 +85,19 @@ class Demo:
 
     @property
     def root(self) -> Path:
-        """The federation's root of trust, which silos and researchers compare by its code."""
+        """The federation's root of trust, which researchers compare by its code."""
         return self.out / "fed" / "tuf" / "metadata" / "1.root.json"
 
+    @property
+    def invitation(self) -> Path:
+        """What every silo needs to join, which its operator compares by its code."""
+        return self.out / "fed" / "invitation.json"
+
     def join(self, silo: str, data: Path, *options: object) -> None:
-        """Join a silo, whose operator was told the code of the root."""
-        code = comparison_code(sha256_file(self.root), CodeSubject.ROOT)
+        """Join a silo, whose operator was told the code of the invitation."""
+        code = comparison_code(sha256_file(self.invitation), CodeSubject.INVITATION)
         self.call("silo", "join", self.out / silo, "--data", data,
-                  "--invitation", self.out / "fed" / "invitation.json", "--code", code,
+                  "--invitation", self.invitation, "--code", code,
                   "--new-passphrase-file", self.out / f"{silo}.pass", "--yes", *options)  # fmt: skip
 
     def enroll(self, silos: Sequence[str]) -> None:

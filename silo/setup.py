@@ -20,6 +20,7 @@ from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import (
     CARD_KIND,
+    MAX_INVITATION_BYTES,
     AgreedSize,
     Card,
     Invitation,
@@ -47,35 +48,95 @@ SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the
 
 
 def read_invitation(path: Path, code: str) -> Invitation:
-    """Read an invitation and check its root against the code, or the digest, that came through a second channel.
+    """Read an invitation and check all of it against the code, or the digest, that came through a second channel.
 
     Raises:
         MissingFileError: there is no such file.
         DocumentError: the file is no invitation.
-        SetupError: the code is none.
-        RootError: it is the code of another root.
+        SetupError: the text is no code.
+        RootError: it is the code of another invitation, or of a root; or the invitation contradicts itself.
     """
     require_file(path, "the aggregator's invitation.json")
-    invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
+    data = read_bounded(path, MAX_INVITATION_BYTES)
+    invitation = Invitation.parse(data, subject=path.name, limit=MAX_INVITATION_BYTES)
     root = invitation.root.encode()
-    digest = sha256_hex(root)
-    # The second channel decides: whoever sent the file could have replaced root and digest together.
+    root_digest = sha256_hex(root)
+    # The second channel decides: whoever sent the file could have replaced root, address and certificate together.
     expected_code = parse_code(code)
-    if not is_code_of(expected_code, digest, CodeSubject.ROOT) or digest != invitation.root_digest:
-        # Its code is not shown: to type it from here would trust whoever sent the file.
+    if not is_code_of(expected_code, invitation.digest, CodeSubject.INVITATION):
+        raise _wrong_code(path.name, expected_code, root_digest)
+    # The invitation is what the aggregator's operator made. One that contradicts itself is refused all the same.
+    if root_digest != invitation.root_digest:
         raise RootError(
-            path.name,
-            expected=f"a root with the code {expected_code}",
-            got="a root with another code",
+            f"{path.name}, root_digest",
+            expected="the digest of the root",
+            got="a different one",
+            remedy="Ask the aggregator's operator to write it anew: `aggregator invite FED`.",
         )
-    # The root is verified by now and decides; an invitation that contradicts it was put together by somebody else.
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
         raise RootError(
             f"{path.name}, log_key",
             expected="the log key that the root names",
             got="a different one",
+            remedy="Ask the aggregator's operator to write it anew: `aggregator invite FED`.",
         )
     return invitation
+
+
+def _wrong_code(name: str, expected_code: str, root_digest: str) -> RootError:
+    """Return the error of an invitation that does not have the code which a person typed."""
+    # Its own code is not shown: to type it from here would trust whoever sent the file.
+    if is_code_of(expected_code, root_digest, CodeSubject.ROOT):
+        return RootError(
+            name,
+            expected="the code of the invitation",
+            got="the code of the root, which says nothing of the address to which this silo would send",
+            remedy="Ask the aggregator's operator for the code of the invitation: `aggregator invite FED` prints it.",
+        )
+    return RootError(
+        name,
+        expected=f"an invitation with the code {expected_code}",
+        got="an invitation with another code",
+        remedy="Ask the aggregator's operator to read out the code of the invitation again, as `aggregator invite FED` "
+        "prints it. If the words are the same, somebody replaced the file on its way: get it in another way.",
+    )
+
+
+def renew_address(site: Site, invitation: Invitation) -> bool:
+    """Let a site reach its federation as a newer invitation says.
+
+    Args:
+        site: a site of the invitation's federation.
+        invitation: whose code was compared.
+
+    Returns:
+        Whether address or certificate authority have changed.
+
+    Raises:
+        SetupError: worker and courier are two users, and this process may not write the files of both.
+        BusyError: worker or courier are running.
+    """
+    settings = site.settings()
+    certificate = invitation.ca_certificate.encode()
+    is_same_address = settings.address == invitation.address
+    if site.hides_courier():
+        if is_same_address:
+            return False
+        raise SetupError(
+            str(site.courier),
+            expected="a user who may write the files of worker and courier",
+            got="a folder of another user",
+            remedy="Give this command as root, then run `prepare.sh` once more (docs/how-to/two-users.md).",
+        )
+    ca_path = site.courier / "ca.pem"
+    if is_same_address and ca_path.read_bytes() == certificate:
+        return False
+    with locked(site.private, "worker"), locked(site.courier, "courier"):
+        write_atomic(ca_path, certificate)
+        settings = settings.model_copy(update={"address": invitation.address})
+        save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
+        open_to_group(site.path / "silo.toml", site.path)
+    return True
 
 
 def new_source(site: Site, data: Path, images: ImagesSettings) -> ImageSource:

@@ -24,7 +24,7 @@ import aggregator.cli
 import ddm.cli.main
 import silo.cli
 from ddm.errors import ExpiredError
-from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.base import now_utc, sha256_file
 from ddm.system.console import run_app
 from ddm.system.process_table import descendants
 from ddm.system.processes import free_port, program
@@ -156,13 +156,12 @@ def test_configured_passphrase_file_that_is_gone_is_named(
 
 def init_words(tiny: TinyFederation, site: Path, secret: Path, **changes: object) -> list[object]:
     """The words of `silo init` for a new silo called south."""
-    fingerprint = fingerprint_of(tiny)
     options = {
         "id": "south",
         "data": tiny.path / "north.npz",
         "invitation": tiny.federation.path / "invitation.json",
     }
-    options |= {"code": fingerprint, "passphrase-file": secret} | changes
+    options |= {"code": invitation_digest_of(tiny), "passphrase-file": secret} | changes
     return [
         "silo",
         "init",
@@ -171,9 +170,9 @@ def init_words(tiny: TinyFederation, site: Path, secret: Path, **changes: object
     ]
 
 
-def fingerprint_of(tiny: TinyFederation) -> str:
-    """The fingerprint that the operator would read out."""
-    return sha256_hex(tiny.root.read_bytes())
+def invitation_digest_of(tiny: TinyFederation) -> str:
+    """The digest that the operator would read out."""
+    return sha256_file(tiny.federation.path / "invitation.json")
 
 
 def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
@@ -183,7 +182,7 @@ def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
     result = run(*init_words(planned, site, secret, **{"code": "0" * 64}))
     assert result.code == 19
     # To paste the right one from here would trust whoever sent the invitation.
-    assert fingerprint_of(planned) not in result.err
+    assert invitation_digest_of(planned) not in result.err
     assert run(*init_words(planned, site, secret, **{"code": "short"})).code == 3
     assert run(*init_words(planned, site, secret, invitation=secret)).code == 21
     assert run(*init_words(planned, site, secret, data=tmp_path / "absent.npz")).code == 4

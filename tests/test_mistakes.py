@@ -123,11 +123,11 @@ MISTAKES = {
         "gone.json",
         repeated_command=lambda w: w.init(),
     ),
-    "a wrong root fingerprint": Mistake(
+    "a wrong code of the invitation": Mistake(
         lambda w: w.init(**{"code": "0" * 64}),
         19,
-        "Compare the root",
-        repeated_command=lambda w: w.init(**{"code": w.fingerprint.upper()}),
+        "read out the code of the invitation again",
+        repeated_command=lambda w: w.init(**{"code": w.invitation_digest.upper()}),
     ),
     "a site id with a blank": Mistake(
         lambda w: w.init(id="Nord 1"),

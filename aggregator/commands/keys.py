@@ -160,16 +160,28 @@ def say_missing(federation: Federation, missing: list[str]) -> None:
 
 def say_founded(federation: Federation, *, digests: bool = False) -> None:
     """Say what silos and researchers need of a new federation."""
+    say(f"Federation {federation.settings().name} in {federation.path}.")
+    say_codes(federation, digests=digests)
+
+
+def say_codes(federation: Federation, *, digests: bool = False) -> None:
+    """Say which file silos need and which one readers of releases, each with the code that its receiver compares."""
+    from aggregator.membership.invitation import INVITATION_NAME, read_own_invitation
     from ddm.protocol.base import sha256_file
     from ddm.trust.comparison import CodeSubject, comparison_code
 
-    root_digest = sha256_file(federation.tuf / "1.root.json")
-    say(f"Federation {federation.settings().name} in {federation.path}.")
-    say(f"  code of the root  {comparison_code(root_digest, CodeSubject.ROOT)}")
-    if digests:
-        say(f"  its sha256        {root_digest}")
-    # Whoever can exchange the invitation on its way can exchange the digest in it: hence the second channel.
-    invitation = federation.path / "invitation.json"
+    invitation_digest = read_own_invitation(federation).digest
+    root = federation.tuf / "1.root.json"
+    root_digest = sha256_file(root)
+    # Whoever can exchange a file on its way can exchange a digest beside it: hence the second channel.
     say(
-        f"Give every silo {invitation}, and read the code to its operator on the telephone, or send it by letter."
+        f"For every silo: {federation.path / INVITATION_NAME}. Read its code to the operator on the"
     )
+    say("telephone, or send it by letter:")
+    say(f"  code of the invitation  {comparison_code(invitation_digest, CodeSubject.INVITATION)}")
+    if digests:
+        say(f"  its sha256              {invitation_digest}")
+    say(f"For readers of releases: {root}, and its code, which `ddm verify` prints:")
+    say(f"  code of the root        {comparison_code(root_digest, CodeSubject.ROOT)}")
+    if digests:
+        say(f"  its sha256              {root_digest}")

@@ -1,11 +1,11 @@
-"""The commands about who belongs to a federation: `aggregator init`, `enroll` and `remove`."""
+"""The commands about who belongs to a federation: `aggregator init`, `invite`, `enroll` and `remove`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aggregator.commands.keys import say_founded, say_missing
+from aggregator.commands.keys import say_codes, say_founded, say_missing
 from aggregator.commands.options import (
     FederationArgument,
     PassphraseOption,
@@ -13,7 +13,7 @@ from aggregator.commands.options import (
     holders_from,
 )
 from aggregator.config import Federation
-from ddm.errors import SetupError
+from ddm.errors import ArchipelagoError, SetupError
 from ddm.protocol.address import split_address
 from ddm.system.console import (
     DigestsOption,
@@ -105,6 +105,39 @@ def init(
         say_founded(federation, digests=digests)
 
 
+def invite(
+    fed: FederationArgument,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="New address at which silos reach this aggregator (default: the present one).",
+        ),
+    ] = None,
+    digests: DigestsOption = False,
+) -> None:
+    """Print the codes of invitation and root; write the invitation anew if address or licence have changed."""
+    from aggregator.membership.invitation import read_own_invitation, renew_invitation
+
+    federation = Federation(fed).require()
+    old_address = read_own_invitation(federation).address
+    if address is not None:
+        _split_address(address)
+    has_changed = renew_invitation(federation, address)
+    say_codes(federation, digests=digests)
+    if not has_changed:
+        return
+    say("The invitation has changed, and its code with it. Earlier invitations have another code.")
+    if address in (None, old_address):
+        return
+    say(f"To move from {old_address} to {address}:")
+    say(f"  aggregator rotate {fed} tls     its certificate names the new host, and the old one")
+    say(f"  aggregator run {fed}            stop it before, if it runs")
+    say(
+        "  silo join SITE --invitation ... at every silo, with its data, its new invitation and its code"
+    )
+
+
 def enroll(
     fed: FederationArgument,
     cards: Annotated[
@@ -185,9 +218,30 @@ def enroll(
         silo_code = _ask_code(card)
         enroll_silos(federation, [CardFile(path, silo_code)], images=images, patients=patients)
         _say_enrolled(card, silo_code)
+    _say_late_silos(federation, [card.silo_id for card, _ in received])
     if digests:
         for card, _ in received:
             _say_digests(card)
+
+
+def _say_late_silos(federation: Federation, silo_ids: list[str]) -> None:
+    """Say what follows where a plan is in force that does not name all of these silos."""
+    try:
+        plan, _ = federation.current_plan()
+    except ArchipelagoError:
+        # None was signed yet, or none works: then the operator is not told of it by this command.
+        return
+    late_silos = [silo_id for silo_id in silo_ids if silo_id not in plan.silos]
+    if not late_silos:
+        return
+    # The ServerApp at work does not read the cards again: it sends to the silos with which it was started.
+    say(
+        f"The plan in force, {plan.plan_id}, does not name {', '.join(late_silos)}. For a plan that does:"
+    )
+    say(f"  aggregator plan {federation.path} --recipe FILE --carry current")
+    say(
+        f"  aggregator run {federation.path}     stop it before, if it runs: until then they hear nothing"
+    )
 
 
 def _codes_of_silos(options: list[str], silo_ids: list[str]) -> dict[str, str]:
@@ -299,15 +353,7 @@ def _settings(name: str, address: str, licence: str, max_influence: float) -> "F
 
     from aggregator.config import FederationSettings
 
-    try:
-        host, port = split_address(address)
-    except ValueError as error:
-        raise SetupError(
-            "--address",
-            expected="HOST:PORT: a name or an IPv4 address, and a port from 1 to 65535",
-            got=f"{ascii(address[:100])}: {error}",
-            remedy="For example 127.0.0.1:9092 on this machine alone, or aggregator.example.org:9092.",
-        ) from error
+    host, port = _split_address(address)
     try:
         return FederationSettings(
             name=name,
@@ -327,4 +373,21 @@ def _settings(name: str, address: str, licence: str, max_influence: float) -> "F
             "--name",
             expected="a letter a-z, then up to 40 of a-z, 0-9 and hyphens",
             got=repr(name[:40]),
+        ) from error
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    """Split --address into host and port.
+
+    Raises:
+        SetupError: it is not HOST:PORT.
+    """
+    try:
+        return split_address(address)
+    except ValueError as error:
+        raise SetupError(
+            "--address",
+            expected="HOST:PORT: a name or an IPv4 address, and a port from 1 to 65535",
+            got=f"{ascii(address[:100])}: {error}",
+            remedy="For example 127.0.0.1:9092 on this machine alone, or aggregator.example.org:9092.",
         ) from error

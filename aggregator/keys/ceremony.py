@@ -18,6 +18,7 @@ from typing import Literal
 from aggregator.config import Federation
 from aggregator.intake.quarantine import quarantined_submissions
 from aggregator.keys.silo_rotation import check_cards_unchanged
+from aggregator.membership.invitation import INVITATION_NAME, make_invitation
 from aggregator.membership.registry import active_cards
 from aggregator.membership.withdrawal import check_still_carried, withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
@@ -34,7 +35,6 @@ from ddm.protocol.base import (
     sha256_file,
     sha256_hex,
 )
-from ddm.protocol.enrolment import Invitation
 from ddm.publishing.keys import MODEL_PUBLIC, key_change, key_changes
 from ddm.publishing.log import stage_entries
 from ddm.publishing.plans import sign_plan_files
@@ -54,7 +54,6 @@ from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.log.entries import FederationOpened, KeyChanged, LogEntry
 from ddm.trust.repository import Repository
-from ddm.trust.rules import trusted_log_keys
 
 HOLDER_KEYS = ("root", "targets")
 
@@ -379,32 +378,19 @@ def _found_federation(application: _Application) -> None:
         online_key=application.key("online"),
         now=now_utc(),
     )
-    write_atomic(change.put("invitation.json"), _make_invitation(federation, root).encode())
+    settings = federation.settings()
+    invitation = make_invitation(federation, root, f"{settings.host}:{settings.port}")
+    write_atomic(change.put(INVITATION_NAME), invitation.encode())
     # The first entries of the log: the federation, and each of its keys.
     certificate = federation.path / "tls" / "server.pem"
     application.log_entries(
         [
-            FederationOpened(federation=federation.settings().name, root_digest=sha256_hex(root)),
+            FederationOpened(federation=settings.name, root_digest=sha256_hex(root)),
             *key_changes(None, repository),
             key_change("receipts", PublicKey.load(change.put("keys/receipts.pub"))),
             KeyChanged(key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),)),
             KeyChanged(key="tls", fingerprints=(sha256_file(certificate),)),
         ]
-    )
-
-
-def _make_invitation(federation: Federation, root: bytes) -> Invitation:
-    """Return what a silo needs to reach this federation: name, address, certificate authority and first root."""
-    settings = federation.settings()
-    return Invitation(
-        federation=settings.name,
-        licence=settings.licence,
-        address=f"{settings.host}:{settings.port}",
-        ca_certificate=(federation.path / "tls" / "ca.pem").read_text("ascii"),
-        root=root.decode("utf-8"),
-        root_digest=sha256_hex(root),
-        # From the signed root itself, so that invitation and root cannot name two logs.
-        log_key=trusted_log_keys({"1.root.json": root}, root, {})[-1],
     )
 
 

@@ -8,9 +8,11 @@ from typing import Literal, get_args
 from aggregator.config import Federation
 from aggregator.keys.ceremony import HOLDER_KEYS, conduct_ceremony
 from aggregator.keys.tls import renew_server
+from aggregator.membership.invitation import read_own_invitation
 from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import write_atomic
+from ddm.protocol.address import split_address
 from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.publishing.keys import MODEL_PUBLIC, key_change, load_key, make_key, make_model_signing_key
 from ddm.publishing.log import stage_entries
@@ -122,7 +124,8 @@ def _replace_key(
 ) -> KeyChanged:
     """Make a new key of a kind that TUF metadata do not list; return the log's entry of it."""
     if name == "tls":
-        renew_server(federation.path / "tls", change.put("tls"), passphrase)
+        invited_host, _ = split_address(read_own_invitation(federation).address)
+        renew_server(federation.path / "tls", change.put("tls"), invited_host, passphrase)
         return KeyChanged(key="tls", fingerprints=(sha256_file(change.put("tls/server.pem")),))
     if name == "model-signing":
         old = (federation.path / MODEL_PUBLIC).read_bytes()

@@ -58,16 +58,17 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes) -> bytes:
     return ca_pem
 
 
-def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
-    """Make a new server key and certificate from the same authority for the same names.
+def renew_server(folder: Path, into: Path, host: str, passphrase: bytes) -> None:
+    """Make a new server key and certificate from the same authority, for the same names and for one host.
 
     Args:
         folder: the present `ca.pem`, `ca.key` and `server.pem`.
         into: where the new `server.key` and `server.pem` go.
+        host: to which silos connect; it may be new.
         passphrase: opens `ca.key`.
 
     Raises:
-        MissingFileError: the authority's key was moved away.
+        MissingFileError: the authority's key was moved away, or a certificate is gone.
         PassphraseError: the passphrase does not open it.
     """
     require_file(
@@ -75,11 +76,20 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
         "the authority's key",
         "Bring it back from offline storage for this command.",
     )
+    for name in ("ca.pem", "server.pem"):
+        require_file(
+            folder / name,
+            "a certificate of this federation",
+            "Restore tls/ from the backup of this federation.",
+        )
     ca_key = open_private_key(folder / "ca.key", passphrase)
     ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
-    # The same names, or silos would reach a server whose certificate is for another host.
+    # The old names stay: silos connect to an old address until they take the invitation with the new one.
     names = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    for name in _alternative_names([host]):
+        if name not in names:
+            names.append(name)
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
         raise SetupError(
             "ca.key",

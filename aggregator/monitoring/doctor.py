@@ -190,7 +190,7 @@ def _certificate(facts: FederationFacts) -> Iterator[Finding]:
             "tls/server.pem",
             expected=f"the name {host}, to which silos connect",
             got=", ".join(certificate.hosts),
-            remedy=restore,
+            remedy="Make a certificate that names it, `aggregator rotate FED tls`, then restart `aggregator run FED`.",
         )
     if not certificate.by_authority:
         yield Finding(

@@ -13,6 +13,7 @@ from cryptography.exceptions import InvalidSignature
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.limits import bytes_to_come
+from aggregator.membership.invitation import read_own_invitation
 from aggregator.membership.registry import KnownLedger, read_cards
 from aggregator.monitoring.doctor import FederationFacts, RecordedTime, ServerCertificate
 from aggregator.monitoring.machine import (
@@ -36,7 +37,6 @@ from ddm.system.requirements import check_packages
 from ddm.trust.paths import split_silo_role
 from ddm.trust.repository_check import MetadataStatus, check_repository_files
 
-_MAX_SMALL_BYTES = 1 << 20
 _MAX_PEM_BYTES = 1 << 16
 # Files whose times must be before now.
 _DATED_FILES = (
@@ -87,7 +87,7 @@ class FederationFactsReader:
         settings = self._try("configuration", federation.settings)
         plan = self._try("configuration", self._plan)
         processes = read_processes(federation)
-        invitation = self._try("root", self._invitation)
+        invitation = self._try("root", lambda: read_own_invitation(federation))
         invited_host = None
         invited_digest = None
         if invitation is not None:
@@ -146,10 +146,6 @@ class FederationFactsReader:
         return self._try(
             "port", lambda: port_state(self._federation, settings, running=processes.running)
         )
-
-    def _invitation(self) -> Invitation:
-        data = read_bounded(self._federation.path / "invitation.json", _MAX_SMALL_BYTES)
-        return Invitation.parse(data, subject="invitation.json")
 
     def _modes(self, settings: FederationSettings | None) -> Iterator[tuple[str, int]]:
         folder = self._federation.path

@@ -67,7 +67,7 @@ def verify(
     say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
     _say_rehearsal(opened)
     say(f"  root       {verified.root_fingerprint}")
-    say(f"  its code   {comparison_code(verified.root_fingerprint, CodeSubject.ROOT)}")
+    say(f"  root code  {comparison_code(verified.root_fingerprint, CodeSubject.ROOT)}")
     say(
         f"  files      {len(verified.files)} signed files, {total} bytes; none missing, none unlisted"
     )

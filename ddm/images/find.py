@@ -307,7 +307,10 @@ def _kind_of(arrays: ImageArrays) -> DataKind:
 
 
 def _outside_error() -> DataError:
-    remedy = "Copy the files into the folder, or allow it: outside = true in the table [images] of silo.toml."
+    remedy = (
+        "Copy the files into the folder. A silo may also allow it: --outside, which silo.toml keeps as outside = true "
+        "in the table [images]."
+    )
     return DataError(
         "data",
         expected="files inside of the data folder",

@@ -29,7 +29,7 @@ LogKeyText = Annotated[
 
 
 class Invitation(Document):
-    """What a silo needs to join a federation; to be trusted only after comparing `root_digest` out of band."""
+    """What a silo needs to join a federation; to be trusted only after comparing the code of its digest out of band."""
 
     format: Literal["archipelago/invitation/1"] = "archipelago/invitation/1"
     federation: ShortText
@@ -92,6 +92,7 @@ class Card(FederationDocument):
     created_at: Time
 
 
+MAX_INVITATION_BYTES = 1024 * 1024
 CARD_KIND = "card"
 MAX_CARD_BYTES = 16384
 

@@ -1,7 +1,8 @@
-"""The code of a root or a card: six words that stand for a digest, so that two people can compare it on the telephone.
+"""Codes of six words: each stands for a digest, so that two people can compare it on the telephone.
 
-Whoever replaces an invitation or a card on its way can try keys until the code of the forgery is the right one. So the
-words carry 66 bits, and scrypt makes every trial cost time and memory (docs/adr/0080-a-code-of-six-words.md).
+An invitation, a root and a card have codes. Whoever replaces an invitation or a card on its way can try keys until the
+code of the forgery is the right one. So the words carry 66 bits, and scrypt makes every trial cost time and memory
+(docs/adr/0080-a-code-of-six-words.md).
 """
 
 import hashlib
@@ -24,8 +25,15 @@ _SCRYPT_MAX_BYTES = 64 * 1024**2
 
 
 class CodeSubject(StrEnum):
-    """What a code stands for; codes of different subjects have nothing in common."""
+    """What a code stands for; codes of different subjects have nothing in common.
 
+    Attributes:
+        INVITATION: an invitation, whose code the operator of a silo types.
+        ROOT: a federation's first root, whose code readers of releases compare.
+        CARD: a silo's card, whose code the operator of the aggregator types.
+    """
+
+    INVITATION = "invitation"
     ROOT = "root"
     CARD = "card"
 

@@ -34,7 +34,7 @@ from ddm.images.rows import select
 from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert
 from ddm.planning.networks import open_networks
-from ddm.protocol.base import sha256_hex
+from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.statistics import Budget
 from ddm.statistics.base import StatisticSource
@@ -125,8 +125,8 @@ def make_plan(folder: Path, num: int) -> None:
         FederationSettings(name="bench", host="127.0.0.1", port=9092, licence="CC-BY-4.0"),
         PASSPHRASE,
     )
-    digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
-    invited = read_invitation(federation.path / "invitation.json", digest)
+    invitation = federation.path / "invitation.json"
+    invited = read_invitation(invitation, sha256_file(invitation))
     key = init_site(site, SiteSetup("north", folder / "data"), invited, PASSPHRASE)
     (folder / "card.json").write_bytes(make_card(site, key, images=num))
     enroll_silo(federation, folder / "card.json")

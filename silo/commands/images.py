@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.system.console import say
-from silo.commands.options import ColumnOption, MaybeSiteArgument
+from silo.commands.options import ColumnOption, MaybeSiteArgument, OutsideOption
 from silo.config import Policy, Site
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def scan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only counts, as JSON.")] = False,
     column: ColumnOption = None,
+    outside: OutsideOption = False,
     private: Annotated[
         Path | None,
         typer.Option(
@@ -64,6 +65,7 @@ def scan(
     scan_settings = {
         # None leaves what silo.toml says in force.
         "columns": read_columns(column) if column else None,
+        "outside": outside or None,
         "memory_mib": memory,
         "seconds": seconds,
         "processes": processes,

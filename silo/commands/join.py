@@ -22,7 +22,7 @@ from ddm.system.console import (
     say,
     table,
 )
-from silo.commands.options import ColumnOption, PassphraseOption, open_key
+from silo.commands.options import ColumnOption, OutsideOption, PassphraseOption, open_key
 from silo.commands.setup import (
     AnchorOption,
     LedgerOption,
@@ -57,6 +57,7 @@ class JoinOptions:
     Attributes:
         data: the images.
         columns: names of a table's columns, each NAME=COLUMN.
+        outside: whether links and paths may lead out of the data folder.
         silo_id: the silo's name; None where nobody said.
         policy_file: the policy to begin with.
         unit: whom to protect; None where nobody said.
@@ -70,6 +71,7 @@ class JoinOptions:
 
     data: Path
     columns: tuple[str, ...]
+    outside: bool
     silo_id: str | None
     policy_file: Path | None
     unit: UnitName | None
@@ -97,7 +99,7 @@ def join(
         str | None,
         typer.Option(
             metavar="WORDS",
-            help="Code of the root, or its sha256, as the aggregator's operator reads it out.",
+            help="Code of the invitation, or its sha256, as the aggregator's operator reads it out.",
         ),
     ] = None,
     silo_id: Annotated[
@@ -105,6 +107,7 @@ def join(
         typer.Option("--id", help="This silo's name (default: that of the site's folder)."),
     ] = None,
     column: ColumnOption = None,
+    outside: OutsideOption = False,
     policy: Annotated[
         Path | None,
         typer.Option(
@@ -143,11 +146,12 @@ def join(
     new_passphrase_file: NewPassphraseOption = None,
 ) -> None:
     """Join a federation: examine the images, make the site, write its card; the same command resumes it."""
-    from silo.setup import read_invitation
+    from silo.setup import read_invitation, renew_address
 
     options = JoinOptions(
         data=data,
         columns=tuple(column or ()),
+        outside=outside,
         silo_id=silo_id,
         policy_file=policy,
         unit=unit,
@@ -165,6 +169,10 @@ def join(
     joined_site = Site(site)
     if (site / "silo.toml").exists():
         _check_same_site(joined_site, invited, options)
+        if renew_address(joined_site, invited):
+            # Its card says nothing of the address: nobody needs a new one.
+            say(f"{site} reaches its federation at {invited.address} from now on: silo run {site}.")
+            return
         say(
             f"{site} is a site of this federation already. It is completed; its key and policy.toml stay."
         )
@@ -179,12 +187,12 @@ def join(
 
 
 def _ask_code(invitation: Path) -> str:
-    """Ask for the code of the root, once there is an invitation to compare with it."""
+    """Ask for the code of the invitation, once there is one to compare with it."""
     from ddm.trust.comparison import parse_code
 
     require_file(invitation, "the aggregator's invitation.json")
     return ask(
-        "Code of the federation's root, six words that the aggregator's operator reads out",
+        "Code of the invitation, six words that the aggregator's operator reads out",
         option="--code WORDS",
         parse=parse_code,
     )
@@ -195,7 +203,7 @@ def _check_same_site(site: Site, invited: "Invitation", options: JoinOptions) ->
 
     Raises:
         BusyError: the site has another name, other images or another federation.
-        SetupError: its policy protects another unit.
+        SetupError: its policy protects another unit, or its settings do not allow what --outside would.
     """
     settings = site.settings()
     is_same = (
@@ -209,6 +217,13 @@ def _check_same_site(site: Site, invited: "Invitation", options: JoinOptions) ->
             expected="no site yet, or the one that this command has begun",
             got=f"the site {settings.silo_id} of federation {settings.federation}, with other images, name or root",
             remedy="Choose another folder for a new site; or give --id, --data and --invitation of this one.",
+        )
+    if options.outside and not settings.images.outside:
+        raise SetupError(
+            "--outside",
+            expected="outside = true under [images], as silo.toml of this site would say",
+            got="outside = false",
+            remedy="Set it in silo.toml of this site, then give the command again.",
         )
     unit = site.policy().privacy.unit
     if options.unit not in (None, unit):
@@ -229,7 +244,7 @@ def _make_site(site: Site, invited: "Invitation", options: JoinOptions) -> "Sign
 
     silo_id = _choose_id(site, options)
     policy = _policy_to_begin_with(site, options)
-    images = images_settings(list(options.columns))
+    images = images_settings(list(options.columns), outside=options.outside)
     source = replace(
         new_source(site, options.data, images),
         parts=policy.data.parts,

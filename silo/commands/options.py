@@ -32,6 +32,12 @@ ColumnOption = Annotated[
         metavar="NAME=COLUMN", help="A table's column for path, label, patient, split or caption."
     ),
 ]
+OutsideOption = Annotated[
+    bool,
+    typer.Option(
+        "--outside", help="Also read files to which links or a table lead out of the data folder."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 

@@ -18,6 +18,7 @@ from ddm.system.console import (
 )
 from silo.commands.options import (
     ColumnOption,
+    OutsideOption,
     PassphraseOption,
     SiteArgument,
     open_key,
@@ -63,10 +64,11 @@ def init(
         str,
         typer.Option(
             metavar="WORDS",
-            help="Code of the root, or its sha256, as the aggregator's operator reads it out.",
+            help="Code of the invitation, or its sha256, as the aggregator's operator reads it out.",
         ),
     ],
     column: ColumnOption = None,
+    outside: OutsideOption = False,
     passphrase_file: PassphraseOption = None,
     new_passphrase_file: NewPassphraseOption = None,
     ledger: LedgerOption = None,
@@ -78,7 +80,7 @@ def init(
 
     # A forged invitation is refused before anything is made or scanned.
     invited = read_invitation(invitation, code)
-    images = images_settings(column or [])
+    images = images_settings(column or [], outside=outside)
     new_site = Site(site)
     silo_id = checked_id(silo_id)
     source = new_source(new_site, data, images)

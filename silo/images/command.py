@@ -179,6 +179,11 @@ def read_columns(options: list[str]) -> dict[ColumnName, str]:
     return columns
 
 
-def images_settings(columns: list[str]) -> ImagesSettings:
-    """Return the settings of images whose table has other names of columns; see `read_columns`."""
-    return ImagesSettings(columns=read_columns(columns))
+def images_settings(columns: list[str], *, outside: bool) -> ImagesSettings:
+    """Return the settings of a new site's images.
+
+    Args:
+        columns: other names of a table's columns; see `read_columns`.
+        outside: whether links and paths may lead out of the data folder.
+    """
+    return ImagesSettings(columns=read_columns(columns), outside=outside)

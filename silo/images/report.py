@@ -120,7 +120,7 @@ _REMEDIES = {
     "named twice in the table": "keep one row",
     "link to a folder": "name the folder itself",
     "not a regular file": "leave it out",
-    "outside of the data folder": "copy it into the folder of the data or of the table",
+    "outside of the data folder": "copy it into the folder of the data or of the table, or allow it with --outside",
     "other file, skipped": "nothing",
     "cannot be read": "give this user permission to read it, and scan again",
     "changed during the scan": "scan again",
@@ -136,7 +136,8 @@ _REMEDIES = {
     "decoder crashed": "leave it out: it may be hostile",
 }
 _REMEDIES_OF_A_SITE = {
-    "outside of the data folder": "copy it into the folder, or set outside = true under [images] in silo.toml",
+    "outside of the data folder": "copy it into the folder, or allow it: --outside for a new site or one scan, "
+    "outside = true under [images] in silo.toml for good",
     "too much memory": "raise images.memory_mib in silo.toml",
     "too much time": "raise images.seconds in silo.toml",
 }

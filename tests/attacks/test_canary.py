@@ -12,6 +12,7 @@ import tomli_w
 from PIL import Image
 
 from aggregator.config import Federation
+from ddm.protocol.base import sha256_file
 from ddm.system.processes import free_port
 from silo.config import Site
 from tests.support.canary import TEXTS, find_texts, find_texts_below, forms, pack_every_way
@@ -144,11 +145,11 @@ def set_up(operators: Operators) -> None:
         address,
         *secret,
     )
-    fingerprint = json.loads((operators.fed / "invitation.json").read_text())["root_digest"]
+    invitation_digest = sha256_file(operators.fed / "invitation.json")
     for seed, (silo_id, export) in enumerate(EXPORTS.items()):
         data = export(folder / f"export of {silo_id}", NUM, seed)
         operators.call("silo", "init", folder / silo_id, "--id", silo_id, "--data", data,
-                       "--invitation", operators.fed / "invitation.json", "--code", fingerprint,
+                       "--invitation", operators.fed / "invitation.json", "--code", invitation_digest,
                        *secret)  # fmt: skip
         write_policy(Site(folder / silo_id), PATIENTS)
         card = folder / f"{silo_id}.card.json"

@@ -24,7 +24,7 @@ from ddm.io.modes import (
     open_to_group,
     private_folder,
 )
-from ddm.protocol.base import sha256_hex
+from ddm.protocol.base import sha256_file
 from ddm.publishing.staging import copy_out, reserve
 from silo.config import Site
 from tests.conftest import PublishedRelease
@@ -127,9 +127,9 @@ def found(command: Callable[..., None], folder: Path) -> TinyFederation:
         "127.0.0.1:9092",
         *secret,
     )
-    root = sha256_hex((folder / "fed" / "tuf" / "metadata" / "1.root.json").read_bytes())
     np.savez(folder / "images.npz", images=images(60, -0.5, seed=0))
-    invitation = ("--invitation", folder / "fed" / "invitation.json", "--code", root)
+    invitation_path = folder / "fed" / "invitation.json"
+    invitation = ("--invitation", invitation_path, "--code", sha256_file(invitation_path))
     command(
         "silo",
         "init",

@@ -21,10 +21,11 @@ from ddm.errors import FederationError, ReplayError, RootError
 from ddm.loading.consistency import ReleaseDocuments, check_documents_agree
 from ddm.loading.ensemble import open_ensemble
 from ddm.loading.release import Release, open_release
-from ddm.protocol.base import sha256_hex
+from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.continuation import check_continuation
 from ddm.protocol.plan import Plan
 from ddm.publishing.public_log import public_folder
+from ddm.trust.comparison import CodeSubject, comparison_code
 from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.commands import CommandResult, run_command
@@ -193,22 +194,55 @@ def test_submission_whose_document_names_another_federation_is_refused(arrival: 
 # The silo
 
 
-def test_invitation_of_another_root_makes_no_site(
+REPLACED_FIELDS = {
+    "root": ["root"],
+    "root and digest": ["root", "root_digest"],
+    "all of the root": ["root", "root_digest", "log_key"],
+    "certificate authority": ["ca_certificate"],
+    "address": ["address"],
+    "name": ["federation"],
+    "licence": ["licence"],
+}
+
+
+def test_invitation_that_somebody_replaced_on_its_way_makes_no_site(
     other: TinyFederation, published_once: PublishedRelease, tmp_path: Path
 ) -> None:
-    """The attack: whoever sends the invitation replaces the root in it, and perhaps its digest as well."""
-    genuine = json.loads((published_once.tiny.federation.path / "invitation.json").read_bytes())
-    foreign = json.loads((other.federation.path / "invitation.json").read_bytes())
-    fingerprint = genuine["root_digest"]
+    """The attack: whoever carries the invitation replaces a part of it: a silo would send to a server of theirs."""
+    path = published_once.tiny.federation.path / "invitation.json"
+    genuine = json.loads(path.read_bytes())
+    code = comparison_code(sha256_file(path), CodeSubject.INVITATION)
+    forger = json.loads((other.federation.path / "invitation.json").read_bytes())
+    forger |= {"address": "forger.example.org:9092", "federation": "forged", "licence": "CC0-1.0"}
     data = published_once.tiny.path / "north.npz"
-    for name, fields in {"root": ["root"], "root and digest": ["root", "root_digest"]}.items():
+    for name, fields in REPLACED_FIELDS.items():
         with case(replaced=name):
-            path = tmp_path / "invitation.json"
-            path.write_text(json.dumps(genuine | {field: foreign[field] for field in fields}))
-            words = ("--id", "north", "--data", data, "--code", fingerprint)
-            refused = run_command("silo", "init", tmp_path / "site", "--invitation", path, *words)
-            assert refused.code == RootError.exit_code, refused
-            assert not (tmp_path / "site").exists()
+            forged = genuine | {field: forger[field] for field in fields}
+            assert forged != genuine
+            mailed = tmp_path / "invitation.json"
+            mailed.write_text(json.dumps(forged))
+            words = ("--id", "north", "--data", data, "--invitation", mailed)
+            for spoken in (code, sha256_file(path)):
+                refused = run_command("silo", "init", tmp_path / "site", *words, "--code", spoken)
+                assert refused.code == RootError.exit_code, refused
+                assert not (tmp_path / "site").exists()
+
+
+def test_code_of_the_root_is_not_taken_for_that_of_the_invitation(
+    published_once: PublishedRelease, tmp_path: Path
+) -> None:
+    """The attack: an invitation with another address; its root is the right one, and so is the code of the root."""
+    federation = published_once.tiny.federation
+    genuine = json.loads((federation.path / "invitation.json").read_bytes())
+    mailed = tmp_path / "invitation.json"
+    mailed.write_text(json.dumps(genuine | {"address": "forger.example.org:9092"}))
+    code = comparison_code(federation.root_digest, CodeSubject.ROOT)
+    data = published_once.tiny.path / "north.npz"
+    words = ("--id", "north", "--data", data, "--invitation", mailed, "--code", code)
+    refused = run_command("silo", "init", tmp_path / "site", *words)
+    assert refused.code == RootError.exit_code
+    assert "the code of the root, which" in refused.err and "`aggregator invite FED`" in refused.err
+    assert not (tmp_path / "site").exists()
 
 
 def moved(plan: bytes) -> bytes:

@@ -21,6 +21,7 @@ from aggregator.runtime.proxy import find_nginx
 from ddm.cli.main import app as ddm_app
 from ddm.errors import TransportError
 from ddm.io.tensors import load_tensors
+from ddm.protocol.base import sha256_file
 from ddm.system.console import run_app
 from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
 from silo.cli import app as silo_app
@@ -98,11 +99,11 @@ def set_up(operators: FederationOperators) -> None:
     settings.write_text(
         settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}")
     )
-    fingerprint = json.loads((folder / "fed" / "invitation.json").read_text())["root_digest"]
+    invitation_digest = sha256_file(folder / "fed" / "invitation.json")
     for index, (silo, size) in enumerate(SILOS.items()):
         np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
         operators.call("silo", "init", folder / silo, "--id", silo, "--data", folder / f"{silo}.npz",
-                       "--invitation", folder / "fed" / "invitation.json", "--code", fingerprint,
+                       "--invitation", folder / "fed" / "invitation.json", "--code", invitation_digest,
                        "--passphrase-file", folder / "pass")  # fmt: skip
         kind = "person" if silo == PERSON else "policy"
         write_policy(site_of(folder, silo), POLICY | {"approval": {"kind": kind}})

@@ -1,6 +1,5 @@
 """A federation that grows, through the public commands and the real Flower runtime: two silos, then a late third."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 from aggregator.config import Federation
+from ddm.protocol.base import sha256_file
 from silo.config import Site
 from tests.support.federation import POLICY, images, waive, write_policy
 from tests.support.operators import SILOS, Operators, set_up_federation
@@ -95,9 +95,9 @@ def join(operators: Operators) -> None:
     """Make the site of the late silo, and enroll it."""
     folder = operators.folder
     invitation = operators.fed / "invitation.json"
-    fingerprint = json.loads(invitation.read_text())["root_digest"]
+    invitation_digest = sha256_file(invitation)
     operators.call("silo", "init", folder / LATE, "--id", LATE, "--data", folder / f"{LATE}.npz", "--invitation",
-                   invitation, "--code", fingerprint, "--passphrase-file", folder / "pass")  # fmt: skip
+                   invitation, "--code", invitation_digest, "--passphrase-file", folder / "pass")  # fmt: skip
     write_policy(Site(folder / LATE), POLICY)
     operators.call("silo", "enroll", folder / LATE, "--out", folder / f"{LATE}.card.json")
     operators.call("aggregator", "enroll", "--yes", operators.fed, folder / f"{LATE}.card.json")

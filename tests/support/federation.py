@@ -28,7 +28,7 @@ from aggregator.setup import init_federation
 from ddm.images.array_files import open_arrays
 from ddm.io.settings import save_settings
 from ddm.planning.networks import open_networks, open_networks_beside
-from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.protocol.policy import PolicyLimits, PrivacyLimits
 from ddm.protocol.receipt import Receipt
@@ -193,9 +193,9 @@ class TinyFederation:
         max_patients: int | None = None,
     ) -> None:
         """Make the site of a silo that has its own data, and enroll it."""
-        root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
         site = Site(self.path / silo_id)
-        invitation = read_invitation(self.federation.path / "invitation.json", root_digest)
+        invitation_path = self.federation.path / "invitation.json"
+        invitation = read_invitation(invitation_path, sha256_file(invitation_path))
         setup = SiteSetup(
             silo_id,
             data,

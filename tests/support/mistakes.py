@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from ddm.protocol.base import sha256_hex
+from ddm.protocol.base import sha256_file
 from tests.support.commands import CommandResult, run_command
 from tests.support.federation import (
     PASSPHRASE,
@@ -85,8 +85,8 @@ class WaitingFederation:
         )
 
     @property
-    def fingerprint(self) -> str:
-        return sha256_hex(self.tiny.root.read_bytes())
+    def invitation_digest(self) -> str:
+        return sha256_file(self.fed / "invitation.json")
 
     def init(self, name: str = "Klinik Süd", **changes: object) -> Words:
         """`silo init` for a new silo."""
@@ -96,7 +96,7 @@ class WaitingFederation:
             "invitation": self.fed / "invitation.json",
         }
         options |= {
-            "code": self.fingerprint,
+            "code": self.invitation_digest,
             "passphrase-file": self.path / "pass",
         } | changes
         return [

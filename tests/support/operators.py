@@ -11,6 +11,7 @@ import numpy as np
 import tomli_w
 
 from aggregator.config import Federation
+from ddm.protocol.base import sha256_file
 from ddm.system.process_table import descendants
 from ddm.system.processes import Child, free_port, program, spawn, terminate_all
 from silo.config import Site
@@ -168,11 +169,11 @@ def set_up_federation(
     settings.write_text(
         settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}")
     )
-    fingerprint = json.loads((operators.fed / "invitation.json").read_text())["root_digest"]
+    invitation_digest = sha256_file(operators.fed / "invitation.json")
     for index, (silo, size) in enumerate(SILOS.items()):
         np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
         operators.call("silo", "init", folder / silo, "--id", silo, "--data", folder / f"{silo}.npz",
-                       "--invitation", operators.fed / "invitation.json", "--code", fingerprint,
+                       "--invitation", operators.fed / "invitation.json", "--code", invitation_digest,
                        *secret)  # fmt: skip
         write_policy(Site(folder / silo), POLICY)
         set_training(Site(folder / silo), checkpoint_s=checkpoint_s)

@@ -12,6 +12,7 @@ import tomli_w
 
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
+from ddm.protocol.base import sha256_file
 from silo.worker.pause import pause, resume
 from tests.support.federation import (
     PASSPHRASE,
@@ -48,7 +49,7 @@ class CommandCase:
 
     def command_line(self, words: Sequence[str], at: Path) -> list[str]:
         """Return a command as it is typed for a copy of the federation."""
-        known = {"{at}": str(at), "{draft}": _draft(at), "{root}": _root(at)}
+        known = {"{at}": str(at), "{draft}": _draft(at), "{invitation}": _invitation_digest(at)}
         return [
             reduce(lambda text, name: text.replace(name, known[name]), known, word)
             for word in words
@@ -62,11 +63,11 @@ def _draft(at: Path) -> str:
     return str(json.loads(state.read_text())["submission_digest"])
 
 
-def _root(at: Path) -> str:
+def _invitation_digest(at: Path) -> str:
     invitation = at / "invitation.json"
     if not invitation.exists():
         return ""
-    return str(json.loads(invitation.read_text())["root_digest"])
+    return sha256_file(invitation)
 
 
 def make_stages(folder: Path, until: str = "published") -> dict[str, Path]:
@@ -188,7 +189,7 @@ CASES = {
                 "--invitation",
                 "{at}/invitation.json",
                 "--code",
-                "{root}",
+                "{invitation}",
                 *_KEYS,
             ),
             instead={6: ("silo", "status", _NORTH)},

@@ -23,7 +23,7 @@ from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
 from ddm.planning.networks import open_networks
 from ddm.protocol.architecture import Dit
-from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.base import now_utc, sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining, Waiver
 from ddm.trust.keys import SigningKey
@@ -164,13 +164,13 @@ class MadeUp:
             FederationSettings(name="bench", host="127.0.0.1", port=9092, licence="CC-BY-4.0"),
             PASSPHRASE,
         )
-        root_digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
+        invitation = federation.path / "invitation.json"
         sites = {}
         for number in range(num_silos):
             silo_id = f"silo{number}"
             site, data = Site(path / silo_id), path / f"{silo_id}.npz"
             np.savez(data, images=_images(number))
-            invited = read_invitation(federation.path / "invitation.json", root_digest)
+            invited = read_invitation(invitation, sha256_file(invitation))
             key = init_site(site, SiteSetup(silo_id, data), invited, PASSPHRASE)
             save_settings(Policy.model_validate(_POLICY), site.path / "policy.toml", "benchmark")
             (path / f"{silo_id}.card.json").write_bytes(make_card(site, key))

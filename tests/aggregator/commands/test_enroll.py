@@ -168,3 +168,16 @@ def test_code_of_no_card_and_two_cards_of_one_silo_are_refused_before_anything(
     assert enroll(keyed, codes, "--code", codes["east"]).code == 3
     assert enroll(keyed, codes, "--images", 100).code == 31
     assert enrolled(keyed) == []
+
+
+def test_operator_is_told_what_a_late_silo_waits_for(keyed: KeyedFederation) -> None:
+    codes = codes_of(keyed)
+    early = {silo_id: codes[silo_id] for silo_id in ("east", "north")}
+    assert "does not name" not in enroll(keyed, early, silos=tuple(early)).out
+    keyed.plan(1)
+    assert "does not name" not in enroll(keyed, early, silos=tuple(early)).out
+    late = enroll(keyed, codes)
+    assert late.code == 0, late.err
+    assert "does not name west. For a plan that does:" in late.out
+    assert f"aggregator plan {keyed.federation.path} --recipe FILE --carry current" in late.out
+    assert "until then they hear nothing" in late.out

@@ -69,7 +69,7 @@ def test_federation_is_founded_once_enough_holders_have_signed(tmp_path: Path) -
     invitation = Invitation.parse(
         (keyed.federation.path / "invitation.json").read_bytes(), subject="invitation"
     )
-    assert read_invitation(keyed.federation.path / "invitation.json", invitation.root_digest)
+    assert read_invitation(keyed.federation.path / "invitation.json", invitation.digest)
     assert invitation.root.encode() == keyed.root
     assert not {"root.key", "targets.key"} & {path.name for path in keyed.federation.keys.iterdir()}
     assert not list(keyed.federation.path.glob("ceremony*"))

@@ -228,6 +228,13 @@ def test_tls_rotation_says_what_is_missing_when_the_authority_is_offline(
     assert "offline" in refused.value.remedy
 
 
+@pytest.mark.parametrize("name", ["ca.pem", "server.pem"])
+def test_tls_rotation_names_a_certificate_that_is_gone(keyed: KeyedFederation, name: str) -> None:
+    (keyed.federation.path / "tls" / name).unlink()
+    with pytest.raises(MissingFileError, check=has_subject(name)):
+        rotate_key(keyed.federation, "tls", PASSPHRASE)
+
+
 @pytest.mark.parametrize("name", ROTATED_KEYS)
 def test_wrong_passphrase_rotates_nothing(keyed: KeyedFederation, name: str) -> None:
     before = files(keyed.federation.path)

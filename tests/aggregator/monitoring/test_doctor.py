@@ -25,7 +25,7 @@ from aggregator.keys.tls import make_tls
 from aggregator.monitoring.doctor import examine
 from aggregator.monitoring.probes import FederationFactsReader
 from ddm.io.locks import locked
-from ddm.protocol.base import now_utc
+from ddm.protocol.base import now_utc, sha256_file
 from ddm.system.findings import Findings
 from ddm.system.processes import program
 from silo.config import Site
@@ -116,7 +116,7 @@ def lost_card(fed: Federation) -> None:
 def card_with_another_key(fed: Federation) -> None:
     site = Site(fed.path.parent / "impostor")
     path = fed.path / "invitation.json"
-    invitation = read_invitation(path, json.loads(path.read_text())["root_digest"])
+    invitation = read_invitation(path, sha256_file(path))
     key = init_site(site, SiteSetup("north", fed.path.parent / "north.npz"), invitation, b"x")
     write_policy(site, POLICY)
     (fed.registry / "north.json").write_bytes(make_card(site, key))

@@ -11,7 +11,10 @@ import pytest
 from PIL import Image
 
 import silo.setup
+from aggregator.membership.invitation import renew_invitation
 from aggregator.membership.registry import enroll_silo, read_cards
+from ddm.io.locks import locked
+from ddm.protocol.base import sha256_file
 from ddm.protocol.enrolment import AgreedSize
 from ddm.trust.comparison import CodeSubject, comparison_code
 from silo.config import Policy, Site
@@ -40,20 +43,24 @@ class Joining:
         np.savez(self.data, **cohort(40, 0.0, seed=1, patients=patients))  # type: ignore[arg-type]
 
     @property
-    def root_code(self) -> str:
-        return comparison_code(self.keyed.federation.root_digest, CodeSubject.ROOT)
+    def invitation(self) -> Path:
+        return self.keyed.federation.path / "invitation.json"
+
+    @property
+    def code(self) -> str:
+        return comparison_code(sha256_file(self.invitation), CodeSubject.INVITATION)
 
     def command(self, *options: object) -> CommandResult:
         """Give the command without a code, without consent."""
         return run_command(
             *("silo", "join", self.site.path, "--data", self.data),
-            *("--invitation", self.keyed.federation.path / "invitation.json"),
+            *("--invitation", self.invitation),
             *("--new-passphrase-file", self.secret, *options),
         )
 
     def unattended(self, *options: object) -> CommandResult:
         """Give the command as a script does."""
-        return self.command("--code", self.root_code, "--yes", *options)
+        return self.command("--code", self.code, "--yes", *options)
 
 
 @pytest.fixture
@@ -93,11 +100,43 @@ def test_folder_of_pictures_is_scanned_and_joined_as_it_comes(joining: Joining) 
     assert joining.site.card().agreed == AgreedSize(images=16, patients=16)
 
 
+def test_images_behind_links_are_read_where_the_option_allows_it_and_the_report_names_it(
+    joining: Joining,
+) -> None:
+    elsewhere = joining.folder / "elsewhere"
+    elsewhere.mkdir()
+    joining.data = joining.folder / "pictures"
+    joining.data.mkdir()
+    for number in range(6):
+        name = f"{number}.png"
+        Image.fromarray(waves(high=200 + number, dtype=np.uint8)).save(elsewhere / name)
+        (joining.data / name).symlink_to(elsewhere / name)
+    scan = ("silo", "scan", "--data", joining.data, "--private", joining.folder / "scans")
+    refused_scan = run_command(*scan)
+    assert "allow it with --outside" in refused_scan.out
+    assert "6 images accepted" in run_command(*scan, "--outside").out
+    refused = joining.unattended("--unit", "image")
+    assert refused.code == 7
+    assert "--outside" in refused.out
+    joined = joining.unattended("--unit", "image", "--outside")
+    assert joined.code == 0, joined.err
+    assert joining.site.settings().images.outside
+
+
+def test_resumed_command_does_not_pass_over_an_option_that_the_settings_contradict(
+    joining: Joining,
+) -> None:
+    assert joining.unattended().code == 0
+    refused = joining.unattended("--outside")
+    assert refused.code == 3
+    assert "outside = true" in refused.err
+
+
 def test_wrong_code_makes_nothing_and_does_not_show_the_right_one(joining: Joining) -> None:
-    wrong = comparison_code("0" * 64, CodeSubject.ROOT)
+    wrong = comparison_code("0" * 64, CodeSubject.INVITATION)
     result = joining.command("--code", wrong, "--yes")
     assert result.code == 19
-    assert joining.root_code not in result.err
+    assert joining.code not in result.err
     assert not joining.site.path.exists()
     assert not joining.secret.exists()
 
@@ -119,7 +158,7 @@ def test_person_at_a_terminal_is_asked_for_all_that_no_option_says(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joining.write_arrays(patients=False)
-    answers = [joining.root_code.upper(), "Nord", "nord", "y", "y"]
+    answers = [joining.code.upper(), "Nord", "nord", "y", "y"]
     monkeypatch.setattr(sys, "stdin", TypedAnswers(*answers))
     result = joining.command()
     assert result.code == 0, result.err
@@ -132,7 +171,7 @@ def test_person_who_does_not_join_leaves_no_key_and_no_site(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", TypedAnswers("", "n"))
-    assert joining.command("--code", joining.root_code).code != 0
+    assert joining.command("--code", joining.code).code != 0
     assert not (joining.site.path / "silo.toml").exists()
     assert not joining.site.key_path.exists()
     assert not joining.secret.exists()
@@ -184,6 +223,41 @@ def test_folder_of_another_site_is_refused(joining: Joining) -> None:
     assert joining.unattended("--id", "south").code == 6
     joining.data = joining.data.rename(joining.folder / "others.npz")
     assert joining.unattended().code == 6
+
+
+def test_site_takes_a_new_address_with_the_invitation_whose_code_it_compares(
+    joining: Joining,
+) -> None:
+    assert joining.unattended().code == 0
+    card = joining.card.read_bytes()
+    old_code = joining.code
+    assert renew_invitation(joining.keyed.federation, "new.example.org:9443")
+    # The code of the earlier invitation is not that of the new one.
+    assert joining.command("--code", old_code, "--yes").code == 19
+    assert joining.site.settings().address != "new.example.org:9443"
+    with locked(joining.site.courier, "courier"):
+        assert joining.unattended().code == 6
+    result = joining.unattended()
+    assert result.code == 0, result.err
+    assert "at new.example.org:9443 from now on" in result.out
+    assert joining.site.settings().address == "new.example.org:9443"
+    assert joining.card.read_bytes() == card
+    # Nothing is left to change, so that the command makes the card as before.
+    assert "Card in" in joining.unattended().out
+
+
+def test_worker_of_two_users_cannot_take_a_new_address_and_is_told_who_can(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert joining.unattended().code == 0
+    # As where the courier's folder belongs to another user; the superuser, who may run this test, enters any folder.
+    monkeypatch.setattr(Site, "hides_courier", lambda site: True)
+    assert joining.unattended().code == 0
+    assert renew_invitation(joining.keyed.federation, "new.example.org:9443")
+    refused = joining.unattended()
+    assert refused.code == 3
+    assert "as root" in refused.err
+    assert joining.site.settings().address != "new.example.org:9443"
 
 
 def test_policy_of_a_file_is_kept_and_only_completed_by_what_the_data_are(joining: Joining) -> None:

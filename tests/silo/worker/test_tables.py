@@ -10,7 +10,7 @@ from aggregator.membership.registry import enroll_silo
 from ddm import open_ensemble
 from ddm.ensemble import SamplingOptions
 from ddm.errors import DataError, SetupError
-from ddm.protocol.base import sha256_hex
+from ddm.protocol.base import sha256_file
 from silo.config import ImagesSettings, Site
 from tests.support.case import case
 from tests.support.commands import run_command
@@ -45,8 +45,8 @@ def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, obje
     card = tiny.path / f"{silo_id}.card.json"
     (tiny.path / "pass").write_bytes(PASSPHRASE + b"\n")
     passphrase = ("--passphrase-file", tiny.path / "pass")
-    root = sha256_hex(tiny.root.read_bytes())
-    invited = ("--invitation", tiny.federation.path / "invitation.json", "--code", root)
+    invitation = tiny.federation.path / "invitation.json"
+    invited = ("--invitation", invitation, "--code", sha256_file(invitation))
     data = ("--data", table, "--column", "label=befund")
     result = run_command("silo", "init", site.path, "--id", silo_id, *data, *invited, *passphrase)
     assert result.code == 0, result.err
