@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ddm.system.console import has_terminal, say
+from ddm.system.guard import PARENT_VARIABLE
 from ddm.system.processes import program
 from silo.config import Site
 from silo.plan.consent import read_waiting
@@ -97,9 +98,11 @@ class TerminalGuide:
             say(f"  the page ended with exit code {code}; press Enter to open it again")
         if _has_line():
             command = [str(program("silo")), "review", str(self._site.path), "--page"]
+            # The page ends with this process, even if that is killed and cannot end it (`end_with_parent`).
+            environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
             # Ctrl-C reaches the page as well, and one of the two saying so is enough.
             self._page = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
             )
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from ddm.system.process_table import descendants
 
-# Set for a process that is tied to its parent, see `end_with_parent`: the parent's process id.
+# Set for a process that ends with its parent, see `end_with_parent`: the parent's process id.
 PARENT_VARIABLE = "ARCHIPELAGO_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -224,7 +224,9 @@ class _Guard:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, however that ends; nothing where `start_tied` did not start it.
+    """End this process when its parent ends, however that ends; nothing where the parent did not ask for it.
+
+    The parent asks by `PARENT_VARIABLE` in the environment, as `ddm.system.processes.start_tied` does.
 
     On Linux the kernel kills it, even while it hangs in a library; elsewhere a thread looks every second.
     """

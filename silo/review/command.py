@@ -4,6 +4,7 @@ import sys
 
 from ddm.errors import SetupError
 from ddm.system.console import say
+from ddm.system.guard import end_with_parent
 from silo.config import Site
 from silo.review.facts import read_review_facts
 from silo.review.text import review_text
@@ -37,6 +38,8 @@ def review_submission(site: Site, *, page: bool | None) -> None:
     if not page:
         say(review_text(site, facts))
         return
+    # Whoever has the page's address may approve: no page of `silo run` stays open without it.
+    end_with_parent()
     # Here, since they load torch and starlette, which the text does not need.
     from silo.review.samples import ExpertSheets
     from silo.review.server import serve_approval

@@ -1,5 +1,6 @@
 """`silo run` at a terminal: it says what it needs, waits for it, and goes on; elsewhere it ends as a service does."""
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from silo.config import Site
 from silo.worker.state import load_state, reported_code, state_path
 from tests.support.commands import run_command
 from tests.support.federation import PASSPHRASE, POLICY, PlannedFederation, write_policy
+from tests.support.processes import is_running, running_children
 from tests.support.terminal import at_terminal
 from tests.support.waiting import wait_until
 
@@ -69,6 +71,26 @@ def test_run_at_a_terminal_opens_the_review_page_on_enter_and_sends_what_is_appr
         terminal.process.send_signal(signal.SIGINT)
         # The page is a program at the same terminal: the end of both is the end of what can be read.
         assert terminal.wait_for_end() == 130
+
+
+def test_review_page_ends_when_the_run_that_opened_it_is_killed(
+    site: Site,
+    run_words: list[str],
+) -> None:
+    write_policy(site, POLICY | {"approval": {"kind": "person"}})
+    # The shell holds the terminal, as a person's does: the system hangs nobody up when the run is killed.
+    shell_words = ["bash", "-c", '"$@"; read -r line', "bash", *run_words]
+    with at_terminal(shell_words) as terminal:
+        terminal.wait_for("press Enter to open the review page")
+        terminal.type("\n")
+        terminal.wait_for("Open in a browser on this machine: http://127.0.0.1:")
+        run_pid = running_children(terminal.process.pid)[0]
+        command_lines = {
+            pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in running_children(run_pid)
+        }
+        page_pid = next(pid for pid, words in command_lines.items() if b"review" in words)
+        os.kill(run_pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(page_pid), "the end of the page")
 
 
 def test_run_at_a_terminal_says_which_plan_waits_for_acceptance_and_takes_it(
