@@ -57,6 +57,11 @@ _UNFINISHED = ("pending", "starting", "running")
 _LOOPBACK = "127.0.0.1"
 _DATABASE = "superlink.db"
 _SECRET_NAME = "superexec.secret"  # shared by SuperLink and SuperExec
+_TLS_FILES = {
+    "ca.pem": "the certificate of the federation's authority",
+    "server.pem": "the server's certificate",
+    "server.key": "the server's key",
+}
 _SUPERLINK = Path(__file__).with_name("superlink.py")
 
 
@@ -147,11 +152,9 @@ class FlowerRuntime:
             TransportError: a program does not start.
         """
         # Everything that may be wrong is looked at before the first program starts.
-        require_file(
-            self._tls("server.pem"),
-            "the server's certificate",
-            remedy="Restore tls/ from the backup of this federation.",
-        )
+        for name, purpose in _TLS_FILES.items():
+            remedy = "Restore tls/ from the backup of this federation."
+            require_file(self._tls(name), purpose, remedy)
         self._flower.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(locked(self._flower, "runtime"))
         if port_in_use(self._host, self._port):

@@ -248,9 +248,23 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
             parse_int=_parse_integer,
         )
     except (ValueError, RecursionError) as error:
+        if _is_line_break_in_text(error):
+            raise DocumentError(
+                subject,
+                expected="UTF-8 JSON",
+                got="a line break inside a text",
+                remedy=REWRITTEN_FILE_REMEDY,
+            ) from error
         raise DocumentError(
             subject, expected="UTF-8 JSON with unique field names", got=str(error)[:120]
         ) from error
+
+
+def _is_line_break_in_text(error: Exception) -> bool:
+    """Whether a JSON parser met a line break between quotes, where mail programs and editors break long lines."""
+    if not isinstance(error, json.JSONDecodeError) or "control character" not in error.msg:
+        return False
+    return error.doc[error.pos] in "\r\n"
 
 
 # Matches strings, unterminated ones too, without backtracking, so that the time is linear in the length.

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from aggregator.config import Federation
+from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.running import IntakeNews, Newcomers, SiloNews, _intake_logging
+from aggregator.transfer.settings import RunSettings
+from ddm.errors import MissingFileError
 from ddm.protocol.plan import Plan
 from ddm.system.logs import JSON_VARIABLE, VERBOSE_VARIABLE, JsonFormatter, LogOptions
+from ddm.system.processes import free_port
 from tests.conftest import PublishedRelease
 from tests.support.documents import plan_document, to_bytes
+from tests.support.errors import has_subject
+from tests.support.federation_keys import KeyedFederation
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +133,23 @@ def test_silo_enrolled_while_the_aggregator_runs_may_connect_although_no_plan_na
     newcomers.let_in()
     assert set(registrar.nodes) == {"west"}
     assert registrar.nodes["west"].startswith("ecdsa-")
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "server.pem", "server.key"])
+def test_run_without_a_file_of_tls_names_it_before_any_program_starts(
+    tmp_path: Path, name: str
+) -> None:
+    keyed = KeyedFederation(tmp_path)
+    keyed.found()
+    tls = keyed.federation.path / "tls"
+    (tls / name).unlink()
+    runtime = FlowerRuntime(
+        keyed.federation.path,
+        RunSettings(plan_id="digits-00000001", nodes={}, shard_bytes=65536, max_submission_bytes=1),
+        host="127.0.0.1",
+        port=free_port("127.0.0.1"),
+    )
+    with pytest.raises(MissingFileError, check=has_subject(str(tls / name))) as refused:
+        runtime.start()
+    assert refused.value.remedy == "Restore tls/ from the backup of this federation."
+    assert not (keyed.federation.path / "flower").exists()

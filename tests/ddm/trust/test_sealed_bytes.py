@@ -17,6 +17,8 @@ from ddm.trust.keys import SigningKey
         (lambda data: codecs.BOM_UTF8 + data, "a byte order mark before the text"),
         (lambda data: data.decode().encode("utf-16"), "text in UTF-16"),
         (lambda data: data[:-1] + b"\r\n}", "line ends of Windows (CR LF)"),
+        (lambda data: data[:60] + b"\r\n" + data[60:], "a line break inside a text"),
+        (lambda data: data[:60] + b"\n" + data[60:], "a line break inside a text"),
         (lambda data: data + b"\n", "another encoding of the same values"),
     ],
 )
