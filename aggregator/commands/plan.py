@@ -45,8 +45,8 @@ def plan(
     carry: Annotated[
         str | None,
         typer.Option(
-            metavar="PLAN_ID",
-            help="Carry over the accepted experts of this plan, the one in force.",
+            metavar="current|PLAN_ID",
+            help="Carry over the accepted experts of the plan in force.",
         ),
     ] = None,
     replace: Annotated[
@@ -267,12 +267,12 @@ def _check_source_options(
     present = [name for name, value in options.items() if value]
     raise SetupError(
         "plan",
-        expected="--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again",
+        expected="--public FILE; or --carry current, and with it --replace SILO where a silo trains again",
         got=", ".join(present) or "no --public and no --carry",
         remedy=(
             "For a plan that trains every silo: `aggregator plan FED --recipe FILE --public FILE`. "
             "For one that goes on with trained experts: `aggregator plan FED --recipe FILE --carry "
-            "PLAN_ID`."
+            "current`."
         ),
     )
 

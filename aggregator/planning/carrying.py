@@ -29,6 +29,9 @@ from ddm.protocol.growth import check_carried, check_consent
 from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent
 from ddm.protocol.plan import Plan
 
+# In place of the id of the plan in force, which no plan can have: ids end with 8 hex digits.
+PLAN_IN_FORCE = "current"
+
 
 @dataclass(frozen=True)
 class CarriedExperts:
@@ -69,7 +72,7 @@ def choose_carried(
 
     Args:
         federation: the operator's folder.
-        plan_id: the plan in force.
+        plan_id: the plan in force, by its id or as `PLAN_IN_FORCE`.
         replaced: silos that train again.
 
     Raises:
@@ -78,12 +81,12 @@ def choose_carried(
         PolicyError: the agreed size of a silo changed since.
     """
     plan, _ = federation.current_plan()
-    if plan.plan_id != plan_id:
+    if plan_id not in (PLAN_IN_FORCE, plan.plan_id):
         raise SetupError(
             f"--carry {plan_id[:80]}",
             expected=f"the plan in force, {plan.plan_id}, which also goes on with what it carries itself",
             got="another plan",
-            remedy=f"Use --carry {plan.plan_id}. What a plan in force did not carry over has to be trained again.",
+            remedy="Use --carry current. What a plan in force did not carry over has to be trained again.",
         )
     inventory = take_inventory(federation)
     unknown = sorted(set(replaced) - inventory.silos.keys())

@@ -243,7 +243,8 @@ def _describe_problem(state: State, circumstances: Circumstances, site: str) -> 
             now=now,
             needs="a person here who waives the inconclusive audit for this plan, or gives the plan up",
             person="silo",
-            commands=(f"silo waive {site} --role ROLE --reason REASON --until DAY",),
+            # At a terminal it asks for role, reason and day.
+            commands=(f"silo waive {site}",),
         )
     return Situation(
         now=now,

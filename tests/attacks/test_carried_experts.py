@@ -17,7 +17,7 @@ import aggregator.planning.carrying
 import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
 from aggregator.membership.withdrawal import withdraw_silo
-from aggregator.planning.carrying import choose_carried
+from aggregator.planning.carrying import PLAN_IN_FORCE, choose_carried
 from aggregator.planning.sign import sign_plan
 from ddm.distillation.start import initial_weights
 from ddm.errors import (
@@ -277,6 +277,9 @@ def test_only_the_plan_in_force_is_carried(published: PublishedRelease) -> None:
         choose_carried(published.tiny.federation, "tiny-00000000", [])
     with pytest.raises(SetupError, check=has_subject("--replace")):
         choose_carried(published.tiny.federation, published.plan_id, ["nobody"])
+    by_id = choose_carried(published.tiny.federation, published.plan_id, [])
+    by_word = choose_carried(published.tiny.federation, PLAN_IN_FORCE, [])
+    assert by_word.carried == by_id.carried
 
 
 def test_plan_that_carries_everybody_is_refused(
