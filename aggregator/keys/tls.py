@@ -76,9 +76,9 @@ def renew_server(folder: Path, into: Path, host: str, passphrase: bytes) -> None
         "the authority's key",
         "Bring it back from offline storage for this command.",
     )
-    for name in ("ca.pem", "server.pem"):
+    for file_name in ("ca.pem", "server.pem"):
         require_file(
-            folder / name,
+            folder / file_name,
             "a certificate of this federation",
             "Restore tls/ from the backup of this federation.",
         )
