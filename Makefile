@@ -93,8 +93,9 @@ coverage: $(STAMP)  ## The default tests with the branches they take counted; fa
 bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
 	@$(BIN)/python examples/benchmarks/run.py
 
-docs: $(STAMP)  ## Write the references that come from the code: docs/reference/api.md, plan-life.md, recipe.md.
+docs: $(STAMP)  ## Write what comes from the code: docs/reference/api.md, plan-life.md, recipe.md, docs/pictures/*.svg.
 	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.pictures
 
 lock: $(STAMP)  ## Write the locks: what .venv holds, with hashes; needs a package index.
 	.ci/lock

@@ -1,4 +1,4 @@
-"""Draws the toy's picture: above, velocities half way between noise and data; below, the resulting samples."""
+"""Draws the toy's two pictures: fields of velocities above their samples, and a small one of samples alone."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +26,11 @@ def draw_picture(
     errors: Mapping[str, float],
     out: Path,
 ) -> Path:
-    """Draw experts, a wrong combination, the ensemble and the closed form side by side; return the file."""
+    """Draw experts, a wrong combination, the ensemble and the closed form side by side.
+
+    Returns:
+        The large picture, ``toy_2d.png``; beside it, ``idea.png`` has the samples alone.
+    """
 
     def expert(k: int) -> Velocity:
         return lambda x, t: ensemble.experts[k](x, t)
@@ -41,6 +45,9 @@ def draw_picture(
     num = len(SILOS)
     figure = Figure(figsize=(3.1 * (num + 3), 6.9), facecolor=SEA)
     axes = figure.subplots(2, num + 3)
+    # The samples alone, for a page of 830 pixels: there the text of the large picture is too small to read.
+    small_figure = Figure(figsize=(8.3, 1.75), facecolor=SEA)
+    small_axes = small_figure.subplots(1, num + 3)
     for k, (silo, share) in enumerate(zip(SILOS, SHARES, strict=True)):
         panel(
             axes[0, k],
@@ -53,6 +60,8 @@ def draw_picture(
         prior = [float(j == k) for j in range(num)]
         drawn = ensemble.sample(round(NUM_SAMPLES * share), prior=prior, steps=24)
         scatter(axes[1, k], drawn.images, drawn.expert_N)
+        small_panel(small_axes[k], f"expert {silo}", f"{share:.0%} of the data")
+        scatter(small_axes[k], drawn.images, drawn.expert_N, size=1)
     columns: tuple[tuple[str, str, Velocity], ...] = (
         ("all, weights 1/K", f"wrong: error {errors['uniform']:.2f}", wrong),
         ("ensemble", f"error {errors['posterior']:.3f}", ensemble.velocity),
@@ -66,12 +75,28 @@ def draw_picture(
     scatter(axes[1, num + 1], drawn.images, drawn.expert_N)
     truth = world.draw(NUM_SAMPLES, seed=1)
     scatter(axes[1, num + 2], truth, owners(world, truth))
+    small_columns = (
+        ("average of all", f"error {errors['uniform']:.2f}: wrong", blind.images, None),
+        ("ensemble", f"error {errors['posterior']:.3f}", drawn.images, drawn.expert_N),
+        ("all the data", "the truth", truth, owners(world, truth)),
+    )
+    for column, (title, subtitle, points, silo_N) in enumerate(small_columns, start=num):
+        small_panel(small_axes[column], title, subtitle)
+        scatter(small_axes[column], points, silo_N, size=1)
     axes[0, 0].set_ylabel(f"velocities at t = {HALF_WAY:g}", color=PALE, fontsize=12, labelpad=8)
     axes[1, 0].set_ylabel("samples, t = 0", color=PALE, fontsize=12, labelpad=8)
     figure.subplots_adjust(left=0.025, right=0.995, top=0.9, bottom=0.01, wspace=0.03, hspace=0.02)
     path = out / "toy_2d.png"
     figure.savefig(path, dpi=110, facecolor=SEA)
+    small_figure.subplots_adjust(left=0.005, right=0.995, top=0.79, bottom=0.01, wspace=0.04)
+    small_figure.savefig(out / "idea.png", dpi=200, facecolor=SEA)
     return path
+
+
+def small_panel(axes: Axes, title: str, subtitle: str) -> None:
+    """Write the two lines above a panel of the small picture."""
+    axes.text(0.5, 1.19, title, color=INK, fontsize=9, ha="center", transform=axes.transAxes)
+    axes.text(0.5, 1.05, subtitle, color=PALE, fontsize=7.5, ha="center", transform=axes.transAxes)
 
 
 def panel(
@@ -107,11 +132,11 @@ def panel(
     frame(axes)
 
 
-def scatter(axes: Axes, points_ND: Tensor, silo_N: Tensor | None) -> None:
+def scatter(axes: Axes, points_ND: Tensor, silo_N: Tensor | None, size: float = 5) -> None:
     """Samples, coloured by the silo that they come from where one can be named."""
     colours = INK if silo_N is None else [SAND[k] for k in silo_N.tolist()]
     x_N, y_N = points_ND.unbind(1)
-    axes.scatter(x_N, y_N, s=5, c=colours, alpha=0.75, linewidths=0)
+    axes.scatter(x_N, y_N, s=size, c=colours, alpha=0.75, linewidths=0)
     frame(axes)
 
 

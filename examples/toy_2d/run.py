@@ -2,10 +2,10 @@
 
 `python examples/toy_2d/run.py --out DIR` trains one small network per silo, each on its own island alone, with the
 library's training loop; makes a counts router from how many of its points each silo has in each public group; mixes
-them with `ddm.Ensemble`; draws fields and samples into DIR/toy_2d.png; and prints, last, how far the mixture is from
-the closed form. Exit code 1 above the bound. Well under a minute of one thread; a second run in the same folder takes
-the experts from the first one's checkpoints. `--weights uniform` and `--weights top-1` combine the same experts wrongly
-and exceed the bound.
+them with `ddm.Ensemble`; draws fields and samples into DIR/toy_2d.png, and samples alone into DIR/idea.png; and prints,
+last, how far the mixture is from the closed form. Exit code 1 above the bound. Well under a minute of one thread; a
+second run in the same folder takes the experts from the first one's checkpoints. `--weights uniform` and `--weights
+top-1` combine the same experts wrongly and exceed the bound.
 """
 
 import argparse

@@ -29,6 +29,11 @@ What happens to a plan at one silo, by the rules of [silo/worker/life.py](../../
 this page. A restart, a loss of power or a week offline changes no state. A step that the tables do not name cannot
 happen: a command that would need it ends with exit code 34 and says in which states it works.
 
+![The states of a plan at one silo, and the events that lead from one to the next](../pictures/plan-life.svg)
+
+Blue: the worker works. Violet: a person at the silo is needed. Orange: the submission is on its way, or the step spends
+epsilon.
+
 ## States
 
 Each row is one state, with or without a worker. `silo status` prints the columns *now*, *needs* and *next*; `aggregator
