@@ -6,6 +6,7 @@ import json
 import re
 from datetime import UTC, datetime
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -24,6 +25,8 @@ _MAX_ERRORS = 1000
 # RFC 8785 writes no integer that a double cannot hold.
 MAX_INTEGER = 2**53 - 1
 _MAX_INTEGER_DIGITS = 32
+# At least as many as an integer beyond 2**53 has.
+_LONG_DIGITS = re.compile(rb"[0-9]{16}")
 # For a text that is signed as bytes, and has other bytes of the same meaning.
 REWRITTEN_FILE_REMEDY = (
     "An editor or a mail program changed this file. Ask for it again, as an attachment or in a zip archive, and save "
@@ -106,7 +109,7 @@ class Document(Model):
         # pydantic's own parser would take the last of two values of one name without a word.
         check_json(data, subject=subject, limit=limit)
         try:
-            return cls.model_validate_json(data)
+            document = cls.model_validate_json(data)
         except ValidationError as error:
             field, fault = describe_error(cls, error)
             if field == "format":
@@ -118,6 +121,16 @@ class Document(Model):
                     remedy="This is a document of another kind or version: name the right file, or ask for that one.",
                 ) from error
             raise DocumentError(f"{subject}, field {field}", got=fault) from error
+        # A number of operations may be that long, since canonical JSON writes a float without a point; a whole number
+        # may not. Few documents hold such digits, so that few are encoded for this.
+        if _LONG_DIGITS.search(data):
+            try:
+                document.encode()
+            except rfc8785.IntegerDomainError as error:
+                raise DocumentError(
+                    subject, expected=f"whole numbers up to {MAX_INTEGER}", got="a larger one"
+                ) from error
+        return document
 
 
 class File(Model):
@@ -246,6 +259,7 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
             object_pairs_hook=_refuse_duplicates,
             parse_constant=_refuse_constant,
             parse_int=_parse_integer,
+            parse_float=_parse_float,
         )
     except (ValueError, RecursionError) as error:
         if _is_line_break_in_text(error):
@@ -305,12 +319,26 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _parse_integer(digits: str) -> int:
-    """Return an integer; beyond 2**53 two programs may read different ones, and RFC 8785 cannot write it."""
+def _parse_integer(digits: str) -> int | float:
+    """Return a number without a point: an integer, or beyond 2**53 the float that RFC 8785 writes in these digits.
+
+    Two programs may read different integers beyond 2**53, so that no other digits are taken there.
+    """
     # Digits are counted first, since the time of int() grows with their square.
-    if len(digits) > _MAX_INTEGER_DIGITS or abs(int(digits)) > MAX_INTEGER:
-        raise ValueError(f"an integer of more than {MAX_INTEGER}")
-    return int(digits)
+    if len(digits) <= _MAX_INTEGER_DIGITS:
+        if abs(int(digits)) <= MAX_INTEGER:
+            return int(digits)
+        if rfc8785.dumps(float(digits)) == digits.encode():
+            return float(digits)
+    raise ValueError(f"an integer of more than {MAX_INTEGER}")
+
+
+def _parse_float(text: str) -> float:
+    """Return a number with a point or an exponent; what is too large for a float would be read as infinity."""
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError("a number that is too large")
+    return number
 
 
 def _refuse_constant(name: str) -> None:

@@ -2,13 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddm.errors import DocumentError
-from ddm.protocol.base import MAX_DEPTH, MAX_INTEGER, check_json, sha256_file, sha256_hex
+from ddm.protocol.base import (
+    MAX_DEPTH,
+    MAX_INTEGER,
+    Document,
+    check_json,
+    sha256_file,
+    sha256_hex,
+)
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
@@ -51,10 +59,11 @@ def test_document_refuses_more_bytes_than_its_limit() -> None:
         Plan.parse(data, subject="plan", limit=len(data) - 1)
 
 
-def test_document_refuses_an_integer_that_canonical_json_cannot_write() -> None:
+def test_digits_that_canonical_json_cannot_write_are_refused() -> None:
     largest = check_json(str(MAX_INTEGER).encode(), subject="number", limit=100)
     assert largest == 2**53 - 1
-    for digits in (str(2**53), str(-(2**53)), "1" * 51, "9" * 99):
+    # The nearest doubles of these have other digits.
+    for digits in (str(2**53 + 1), str(-(2**53) - 1), "1" * 51, "9" * 99):
         with case(digits=digits), pytest.raises(DocumentError):
             check_json(digits.encode(), subject="number", limit=100)
 
@@ -100,3 +109,47 @@ def test_file_refuses_a_path_that_leads_elsewhere() -> None:
 def test_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     assert sha256_file(tmp_path / "f") == sha256_hex(b"abc")
+
+
+class Cost(Document):
+    """A document with a number of operations and a whole number without bounds of its own."""
+
+    format: Literal["archipelago/cost/1"] = "archipelago/cost/1"
+    flops: float
+    steps: int
+
+
+@pytest.mark.parametrize(
+    ("flops", "written"),
+    [
+        (9007199254740994.0, b"9007199254740994"),
+        (1.01010101e17, b"101010101000000000"),
+        (1e20, b"100000000000000000000"),
+        (1e21, b"1e+21"),
+        (0.1, b"0.1"),
+    ],
+)
+def test_document_of_a_large_training_is_read_as_it_was_written(
+    flops: float, written: bytes
+) -> None:
+    """RFC 8785 writes a float of up to 21 digits without a point; a training of hours takes more than 2**53."""
+    document = Cost(flops=flops, steps=3)
+    data = document.encode()
+    assert b'"flops":' + written in data
+    assert Cost.parse(data, subject="cost") == document
+    assert check_json(data, subject="cost", limit=1000)["flops"] == flops
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"flops": 1.0, "format": "archipelago/cost/1", "steps": 9007199254740992}',
+        b'{"flops": 9007199254740993, "format": "archipelago/cost/1", "steps": 1}',
+        b'{"flops": 1e999, "format": "archipelago/cost/1", "steps": 1}',
+        b'{"flops": 1' + b"0" * 40 + b', "format": "archipelago/cost/1", "steps": 1}',
+    ],
+    ids=["a whole number", "digits of no float", "infinity", "more digits than are written"],
+)
+def test_number_that_two_programs_may_read_differently_is_refused(data: bytes) -> None:
+    with pytest.raises(DocumentError):
+        Cost.parse(data, subject="cost")
