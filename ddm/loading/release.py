@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddm.errors import DigestError, MissingFileError, RootError
+from ddm.fetching.hosted import HostedRelease
 from ddm.io.files import read_bounded
 from ddm.loading.consistency import ReleaseDocuments, check_documents_agree
 from ddm.loading.earlier_plans import read_earlier_plans
@@ -27,7 +28,7 @@ from ddm.trust.model_signature import (
     check_model_signature,
 )
 from ddm.trust.paths import CONSISTENCY_NAME, MANIFEST_PROOF_NAME
-from ddm.trust.verify import KnownSiloKeys, VerifiedRelease, verify_release
+from ddm.trust.verify import KnownSiloKeys, PostponedFiles, VerifiedRelease, verify_release
 
 # A root names some keys and roles; anything larger is not one.
 MAX_ROOT_BYTES = 1 << 20
@@ -46,6 +47,7 @@ class Release:
         log: the federation's log, in which the manifest is entered.
         folder: holds `plan.json` and the rest.
         earlier_plans: the plans from which experts are carried over, by id.
+        hosted: fetches the experts that are not in the folder yet; None where all of them are.
     """
 
     verified: VerifiedRelease
@@ -55,6 +57,7 @@ class Release:
     log: LogView
     folder: Path
     earlier_plans: Mapping[str, Plan] = field(default_factory=dict)
+    hosted: HostedRelease | None = None
 
     @property
     def manifest_digest(self) -> str:
@@ -92,7 +95,7 @@ def read_root(path: Path) -> bytes:
 
 
 def open_release(
-    folder: Path,
+    place: Path | HostedRelease,
     *,
     root: Path | bytes,
     state: Path | None,
@@ -105,7 +108,7 @@ def open_release(
     """Verify a release and read its documents.
 
     Args:
-        folder: the published folder.
+        place: the published folder; or a release on a host, which must have been opened with the same root.
         root: the pinned 1.root.json.
         state: where versions, silos' keys and the log seen before are remembered, to detect rollbacks, changed keys and
             a second history; None remembers nothing.
@@ -113,6 +116,7 @@ def open_release(
         accepted_keys: fingerprints that may take the place of remembered ones, by silo id.
         archived: accept an expired timestamp.
         experts_later: do not read the experts yet; `load_expert` checks each one's digest on the bytes that it loads.
+            Of a release on a host they are not fetched yet either: see `Release.hosted`.
         log_requirements: what the reader demands of the log; nothing is remembered of a release that does not fulfil
             it.
 
@@ -123,6 +127,14 @@ def open_release(
         DocumentError: a document does not parse.
         ReplayError: signed documents of different plans or silos.
     """
+    hosted: HostedRelease | None = None
+    if isinstance(place, HostedRelease):
+        hosted = place
+        folder = place.folder
+        if not experts_later:
+            place.fetch_experts()
+    else:
+        folder = place
     if not folder.is_dir():
         raise MissingFileError(str(folder), expected="a release folder", got="nothing there")
     if isinstance(root, bytes):
@@ -152,10 +164,12 @@ def open_release(
         known_keys=KnownSiloKeys(silo_keys or {}, accepted_keys or {}),
         archived=archived,
         # To hash the experts here and again when they are loaded takes three times as long (docs/adr/0015).
-        later=lambda name: experts_later and is_expert_path(name),
+        later=PostponedFiles(
+            lambda name: experts_later and is_expert_path(name), may_be_absent=hosted is not None
+        ),
         before_recording=read_documents,
     )
-    release = replace(releases[0], verified=verified)
+    release = replace(releases[0], verified=verified, hosted=hosted)
     # Only now: of a release that was refused, nothing is remembered.
     if log_memory is not None:
         log_memory.record(release.log.view, MANIFEST_PROOF_NAME)

@@ -41,6 +41,23 @@ def _check_all_now(name: str) -> bool:
 
 
 @dataclass(frozen=True)
+class PostponedFiles:
+    """Files whose digests the caller will check when it opens them, so that large files are read once.
+
+    Attributes:
+        selects: whether a file is one of them, by its path below ``targets/<plan_id>/``.
+        may_be_absent: whether they may still be missing, because the caller fetches each before it opens it.
+    """
+
+    selects: Callable[[str], bool] = _check_all_now
+    may_be_absent: bool = False
+
+    def allows_absence(self, path: str) -> bool:
+        """Whether a file may be missing."""
+        return self.may_be_absent and self.selects(path)
+
+
+@dataclass(frozen=True)
 class VerifiedFile:
     """One file with the signed bytes.
 
@@ -118,7 +135,7 @@ class _VerificationOptions:
     pinned_keys: Mapping[str, str] = field(default_factory=dict)
     accepted_keys: Mapping[str, str] = field(default_factory=dict)
     archived: bool = False
-    later: Callable[[str], bool] = _check_all_now
+    later: PostponedFiles = PostponedFiles()
     before_recording: Callable[[VerifiedRelease], None] = _no_condition
 
 
@@ -129,7 +146,7 @@ def verify_release(
     state: Path | None,
     known_keys: KnownSiloKeys | None = None,
     archived: bool = False,
-    later: Callable[[str], bool] = _check_all_now,
+    later: PostponedFiles = PostponedFiles(),
     before_recording: Callable[[VerifiedRelease], None] = _no_condition,
     now: datetime | None = None,
 ) -> VerifiedRelease:
@@ -141,8 +158,7 @@ def verify_release(
         state: where to remember versions and the silos' keys; None detects no rollback and no changed key.
         known_keys: what the reader knows of the silos' keys; nothing when None.
         archived: accept an expired timestamp (then `expired` is true), and only that.
-        later: selects files, by path below ``targets/<plan_id>/``, whose digests the caller will check when it opens
-            them, so that large files are read once.
+        later: the files whose digests the caller will check.
         before_recording: what else must hold before the versions are remembered; raises what it refuses.
         now: the time to verify for; the present when None.
 
@@ -232,6 +248,42 @@ def verify_bundle_metadata(
         versions.check(_BUNDLE_SCOPE, metadata)
         if remember:
             versions.record(_BUNDLE_SCOPE, metadata)
+    return metadata
+
+
+def verify_release_metadata(
+    files: Mapping[str, bytes],
+    root: bytes,
+    *,
+    state: Path | None,
+    archived: bool = False,
+) -> VerifiedMetadata:
+    """Verify a release's metadata alone, before its other files are fetched; nothing is remembered.
+
+    Args:
+        files: the bytes of each file by its name in ``metadata/``.
+        root: the content of 1.root.json, known out of band.
+        state: where versions are remembered; an older release than the one remembered is refused.
+        archived: accept an expired timestamp, and only that.
+
+    Raises:
+        TrustError: a check failed; the subject names the file.
+        FormatError: a metadata file does not parse.
+    """
+    versions = _open_version_store(state, root)
+    known_roots = None
+    if versions is not None:
+        known_roots = versions.roots()
+    metadata = verify_metadata(
+        files,
+        root,
+        kind=FolderKind.RELEASE,
+        now=datetime.now(UTC),
+        archived=archived,
+        known_roots=known_roots,
+    )
+    if versions is not None:
+        versions.check(metadata.plan_id, metadata)
     return metadata
 
 
@@ -399,7 +451,7 @@ def _check_files(
     folder: Path,
     entries: Mapping[str, ListedFile],
     metadata: VerifiedMetadata,
-    later: Callable[[str], bool],
+    later: PostponedFiles,
 ) -> Mapping[str, VerifiedFile]:
     """Compare the folder with the signed files: no file more or less, and the same bytes."""
     signed_files = {f"targets/{path}": signed for path, signed in metadata.targets.items()}
@@ -411,27 +463,27 @@ def _check_files(
                 expected="only signed files",
                 got="a file that no role lists",
             )
+    # A silo has one role, of one plan, so no two plans' files have the same name here.
+    path_in_plan = {name: name.split("/", 2)[2] for name in signed_files}
     for name in signed_files:
-        if name not in entries:
+        if name not in entries and not later.allows_absence(path_in_plan[name]):
             raise AbsentFileError(name, expected="a signed file", got="no such file")
 
     verified: dict[str, VerifiedFile] = {}
     for name, signed in signed_files.items():
-        # A silo has one role, of one plan, so no two plans' files have the same name here.
-        path_in_plan = name.split("/", 2)[2]
-        is_postponed = later(path_in_plan)
-        if is_postponed:
-            # The length at least, so that a truncated file is found now.
-            if entries[name].bytes != signed.bytes:
-                raise DigestError(
-                    name,
-                    expected=f"{signed.bytes} bytes",
-                    got=f"{entries[name].bytes} bytes",
-                )
-        else:
+        path = path_in_plan[name]
+        is_postponed = later.selects(path)
+        if not is_postponed:
             check_digest(folder, name, signed.bytes, signed.digest)
-        verified[path_in_plan] = VerifiedFile(
-            entries[name].path,
+        elif name in entries and entries[name].bytes != signed.bytes:
+            # The length at least, so that a truncated file is found now.
+            raise DigestError(
+                name,
+                expected=f"{signed.bytes} bytes",
+                got=f"{entries[name].bytes} bytes",
+            )
+        verified[path] = VerifiedFile(
+            folder / name,
             signed.bytes,
             signed.digest,
             signed.role,
