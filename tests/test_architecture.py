@@ -22,7 +22,7 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "distillation encoders ensemble errors evaluation footprint images io islands loading models "
+        "cli": "distillation encoders ensemble errors evaluation fetching footprint images io islands loading models "
         "protocol publishing sampling system training trust",
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
         "routers training trust",
@@ -32,8 +32,8 @@ ROOMS = {
         "evaluation": "encoders errors images io loading pages protocol",
         "distillation": "diffusion encoders ensemble errors footprint images io loading models protocol sampling "
         "system training",
-        "loading": "diffusion encoders ensemble errors footprint io models partition protocol routers sampling "
-        "statistics system trust",
+        "loading": "diffusion encoders ensemble errors fetching footprint io models partition protocol routers "
+        "sampling statistics system trust",
         "limits": "errors footprint io models protocol statistics",
         "footprint": "encoders models protocol",
         "ensemble": "diffusion encoders errors protocol routers sampling",
@@ -45,6 +45,7 @@ ROOMS = {
         "models": "errors io protocol system",
         "partition": "errors io protocol system",
         "transport": "errors io protocol system",
+        "fetching": "errors io protocol trust",
         "trust": "errors io protocol",
         "pages": "errors io system",
         "services": "errors io system",
@@ -122,6 +123,8 @@ DOORS = {
     "timm": {"ddm/encoders/timm.py"},
     "transformers": {"ddm/encoders/text.py", "ddm/encoders/vision.py"},
     "tokenizers": {"ddm/encoders/text.py"},
+    "huggingface_hub": {"ddm/fetching/hub.py"},
+    "httpx": {"ddm/fetching/hub.py"},
 }
 
 
@@ -286,6 +289,12 @@ def test_light_modules_pull_in_no_torch() -> None:
     import_one_after_another(*LIGHT, without="torch")
     with pytest.raises(AssertionError, match="ddm.models imports"):
         import_one_after_another("ddm.models", without="torch")
+
+
+def test_commands_pull_in_the_clients_of_hosts_only_where_a_host_is_named() -> None:
+    import_one_after_another(*LIGHT, without="huggingface_hub tuf.ngclient")
+    with pytest.raises(AssertionError, match=r"ddm\.fetching\.opening imports"):
+        import_one_after_another("ddm.fetching.opening", without="tuf.ngclient")
 
 
 def test_protocol_pulls_in_neither_torch_nor_flower() -> None:

@@ -16,6 +16,7 @@ from ddm.cli.options import (
     ReleaseArgument,
     Verification,
     check_null,
+    fetch_progress,
     grouped,
     read_memory,
     warn_if_expired,
@@ -292,6 +293,10 @@ def distill(
             teacher = TeacherName.DRAWN
 
     opened = verification.open(release, experts_later=True)
+    if opened.hosted is not None:
+        # A student learns from all of them.
+        with fetch_progress(release) as advance:
+            opened.fetch_experts(on_progress=advance)
     plan = opened.plan
     network = own_architecture or plan.expert.architecture
     condition = _student_condition(plan, network, texts, unconditional=student.unconditional)

@@ -106,7 +106,13 @@ class EvaluationDrawing:
         """
         source = self._source(num, len(strategies), limit, beside)
         # Several processes load experts each for itself; this one then needs the shares alone.
-        ensemble = source.ensemble(lazily=self.num_processes > 1)
+        ensemble = source.ensemble(lazily=self.num_processes > 1 or self.opened.hosted is not None)
+        if self.opened.hosted is not None:
+            prior = self.how["prior"]
+            with show_progress("fetching the experts") as advance:
+                self.opened.fetch_experts(
+                    [number for number, weight in enumerate(prior) if weight > 0], advance
+                )
         condition = self.how["condition"]
         # The same noise and the same experts for every strategy, so that only the strategies differ.
         weight_K = shares_of_each(ensemble, condition, self.how["prior"], self.declared_shares)

@@ -9,6 +9,7 @@ from ddm.cli.assemble import assemble
 from ddm.cli.audits import audit_lines, audits_as_json
 from ddm.cli.distill import distill
 from ddm.cli.evaluate import evaluate
+from ddm.cli.fetch import fetch
 from ddm.cli.log import log
 from ddm.cli.options import (
     CheckpointOption,
@@ -18,11 +19,13 @@ from ddm.cli.options import (
     pins,
     warn_if_expired,
 )
+from ddm.cli.push import push
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
 from ddm.cli.split import split
 from ddm.cli.train import train
 from ddm.cli.witnesses import QuorumOption, WitnessOption, read_witnesses
+from ddm.fetching.address import read_address
 from ddm.io.modes import keep_writing_private
 from ddm.loading.release import Release
 from ddm.protocol.architecture import ClassCondition, TextCondition
@@ -104,7 +107,9 @@ def info(
     verification: Verification,
 ) -> None:
     """Show what a release holds: silos, experts, privacy, router; verifies first."""
-    opened = verification.open(release)
+    # The documents say everything: of a release on a host no expert is fetched.
+    is_on_host = read_address(release) is not None
+    opened = verification.open(release, experts_later=is_on_host)
     # The manifest as it is, so that scripts have every field that documents.md lists.
     if as_json:
         whole = opened.manifest.model_dump(mode="json") | {"audits": audits_as_json(opened)}
@@ -250,6 +255,8 @@ def _say_lowered(opened: Release) -> None:
             )
 
 
+app.command("fetch")(fetch)
+app.command("push")(push)
 app.command("log")(log)
 app.command("sample")(sample)
 app.command("evaluate")(evaluate)
@@ -261,6 +268,7 @@ app.command("assemble")(assemble)
 
 
 RESUMABLE = (
+    ResumableCommand("fetch", "What was fetched is kept in the cache."),
     ResumableCommand("distill", "Samples and checkpoints are kept beside the student."),
     ResumableCommand("train", "Checkpoints and trained experts are kept."),
 )

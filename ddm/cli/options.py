@@ -6,7 +6,9 @@ program shows its fields among the command's own options. A field may itself be 
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import wraps
@@ -16,12 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ddm.errors import ArchivedWarningError, SetupError
-from ddm.system.console import say
+from ddm.fetching.address import read_address
+from ddm.system.console import progress, say
 from ddm.system.devices import DeviceName
 
 if TYPE_CHECKING:
     import torch
 
+    from ddm.fetching.hosted import FetchOptions, HostedRelease, OnProgress
     from ddm.loading.release import Release
     from ddm.models.arithmetic import Arithmetic
     from ddm.protocol.architecture import Condition
@@ -35,7 +39,13 @@ TRUST = "Verification"
 MACHINE = "Machine"
 
 # A published release and its root of trust.
-ReleaseArgument = Annotated[Path, typer.Argument(metavar="RELEASE", help="The published folder.")]
+ReleaseArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RELEASE",
+        help="The published folder, or https://HOST/PATH, or hf://OWNER/NAME@REVISION.",
+    ),
+]
 RootOption = Annotated[
     Path,
     typer.Option("--root", metavar="FILE", help="The pinned 1.root.json.", rich_help_panel=TRUST),
@@ -71,6 +81,15 @@ ArchivedOption = Annotated[
     bool,
     typer.Option(
         "--archived", help="Accept an expired timestamp, with a warning.", rich_help_panel=TRUST
+    ),
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="Folder for what is fetched (default: $ARCHIPELAGO_CACHE, or ~/.cache/archipelago).",
+        rich_help_panel=TRUST,
     ),
 ]
 CheckpointOption = Annotated[
@@ -289,6 +308,20 @@ def _take_group(group: Any, values: dict[str, Any]) -> Any:
     return group(**group_values)
 
 
+@contextmanager
+def fetch_progress(release: str) -> "Iterator[OnProgress]":
+    """Show how much of a release was fetched, on a terminal; nothing for a folder of this machine."""
+    if read_address(release) is None:
+        yield lambda num_bytes, total_bytes: None
+    elif sys.stdout.isatty():
+        with progress(f"fetching {release}") as advance:
+            yield advance
+    else:
+        # Standard output may be a document for a program.
+        say(f"fetching {release}", error=True)
+        yield lambda num_bytes, total_bytes: None
+
+
 @dataclass(frozen=True)
 class Verification:
     """How a release is verified before anything in it is used."""
@@ -298,10 +331,43 @@ class Verification:
     silo_key: SiloKeyOption = None
     accept_key: AcceptKeyOption = None
     archived: ArchivedOption = False
+    cache: CacheOption = None
 
     def open(
         self,
-        release: Path,
+        release: str,
+        *,
+        experts_later: bool = False,
+        checkpoints: Sequence[Path] = (),
+        witnesses: "Witnesses | None" = None,
+    ) -> "Release":
+        """Verify a release in a folder or on a host; see `open_place`."""
+        from ddm.fetching.opening import place_of
+        from ddm.loading.release import read_root
+
+        with fetch_progress(release) as advance:
+            place = place_of(release, read_root(self.root), self.fetch_options(), advance)
+            if not isinstance(place, Path) and not experts_later:
+                place.fetch_experts(on_progress=advance)
+        return self.open_place(
+            place, experts_later=experts_later, checkpoints=checkpoints, witnesses=witnesses
+        )
+
+    def fetch_options(self) -> "FetchOptions":
+        """Return how a release on a host is fetched."""
+        from ddm.fetching.cache import default_cache_folder
+        from ddm.fetching.hosted import FetchOptions
+        from ddm.trust.state_folder import default_state_folder
+
+        return FetchOptions(
+            cache=self.cache or default_cache_folder(),
+            state=self.state or default_state_folder(),
+            archived=self.archived,
+        )
+
+    def open_place(
+        self,
+        place: "Path | HostedRelease",
         *,
         experts_later: bool = False,
         checkpoints: Sequence[Path] = (),
@@ -316,7 +382,7 @@ class Verification:
 
         named_checkpoints = {str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints}
         opened = open_release(
-            release,
+            place,
             root=self.root,
             # A reader who names no folder is protected against old versions all the same.
             state=self.state or default_state_folder(),

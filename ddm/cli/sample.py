@@ -20,6 +20,7 @@ from ddm.cli.options import (
     ReleaseArgument,
     SolverOptions,
     Verification,
+    fetch_progress,
     grouped,
     picture_bytes,
     read_memory,
@@ -98,6 +99,7 @@ def sample(
         SamplingJob,
         draw,
         expert_shares_of,
+        needed_experts,
     )
     from ddm.footprint import condition_bytes, sampling_bytes
     from ddm.io.pictures import write_samples
@@ -134,8 +136,9 @@ def sample(
     # Encoding a text takes the encoder, whose memory was counted above.
     condition = conditioning.value(plan.condition)
     source = ReleaseSource(plan, manifest, opened.folder, expert_bytes, computing)
-    # Several processes load experts each for itself; this one then needs the router and the shares alone.
-    ensemble = source.ensemble(lazily=num_processes > 1)
+    # Several processes load experts each for itself; this one then needs the router and the shares alone. Of a release
+    # on a host only those are fetched that samples follow.
+    ensemble = source.ensemble(lazily=num_processes > 1 or opened.hosted is not None)
     begin = editing.read(plan.data, num)
     weights, declared_shares = read_priors(manifest, following.prior, rare.class_prior)
     class_prior = condition_shares(ensemble, condition, declared_shares)
@@ -150,8 +153,11 @@ def sample(
         "router_every": rare.router_every or 1,
     }
     job = SamplingJob(source, chosen_strategy, solving.seed, how, editing, begin)
+    weight_K = expert_shares(ensemble, weights, class_prior)
+    if opened.hosted is not None:
+        with fetch_progress(release) as advance:
+            opened.fetch_experts(needed_experts(job, num, weight_K), advance)
     with progress(f"sampling {num} with {strategy}") as advance:
-        weight_K = expert_shares(ensemble, weights, class_prior)
         drawn = draw(job, num, num_processes, weight_K, advance, ensemble)
 
     # Names and owners are written beside the images, so that files of samples can be evaluated later.

@@ -317,17 +317,31 @@ def sample_order(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
 
     Under lock at t = 1 that is the order of their experts, which are drawn here as they will be there.
     """
-    numbers = torch.arange(num)
     if not job.strategy.keeps_first_expert:
-        return numbers
+        return torch.arange(num)
+    return _first_experts(job, num, weight_K).argsort(stable=True)
+
+
+def _first_experts(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
+    """Return the expert that each sample's first number draws, shape (N,)."""
     shape = job.source.expert_shape
     uniforms = []
     for number in range(num):
         # One number at a time: each sample has a random stream of its own.
         _, uniform_11 = draw_noise([number], shape, job.seed, 1)
         uniforms.append(uniform_11[:, 0])
-    expert_N = draw_expert(weight_K.expand(num, -1), torch.cat(uniforms))
-    return expert_N.argsort(stable=True)
+    return draw_expert(weight_K.expand(num, -1), torch.cat(uniforms))
+
+
+def needed_experts(job: SamplingJob, num: int, weight_K: Tensor) -> list[int]:
+    """Return the numbers of the experts that may be evaluated for samples 0 to num - 1; no other file is opened.
+
+    Under lock at t = 1 these are the drawn ones, otherwise all with a prior above 0.
+    """
+    if job.strategy.keeps_first_expert and job.begin is None:
+        return sorted(set(_first_experts(job, num, weight_K).tolist()))
+    prior = job.how["prior"]
+    return [number for number, weight in enumerate(prior) if weight > 0]
 
 
 def expert_shares_of(drawn: DrawnSamples, ensemble: Ensemble) -> tuple[float, ...]:

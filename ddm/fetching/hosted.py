@@ -14,6 +14,10 @@ OnProgress = Callable[[int, int], None]
 """Called with the bytes that are there, and those that will be."""
 
 
+def no_progress(num_bytes: int, total_bytes: int) -> None:
+    """Show nothing."""
+
+
 @dataclass(frozen=True)
 class FetchOptions:
     """How a release is fetched.
@@ -24,14 +28,12 @@ class FetchOptions:
             fetched. None remembers nothing.
         archived: accept an expired timestamp, and only that.
         limits: how long the host may take.
-        on_progress: see `OnProgress`.
     """
 
     cache: Path = field(default_factory=default_cache_folder)
     state: Path | None = None
     archived: bool = False
     limits: FetchLimits = FetchLimits()
-    on_progress: OnProgress = lambda num_bytes, total_bytes: None
 
 
 class HostedRelease:
@@ -42,7 +44,7 @@ class HostedRelease:
         cache: of its federation.
         folder: in the cache, laid out as a release; holds what was fetched.
         files: the signed files by their paths below ``targets/``.
-        options: how it is fetched.
+        limits: how long the host may take.
     """
 
     def __init__(
@@ -51,24 +53,27 @@ class HostedRelease:
         cache: FileCache,
         folder: Path,
         files: Mapping[str, SignedFile],
-        options: FetchOptions,
+        limits: FetchLimits,
     ) -> None:
         self.folder = folder
         self._host = host
         self._cache = cache
         self._files = files
-        self._options = options
+        self._limits = limits
         self._fetched: set[str] = set()
 
-    def fetch_documents(self) -> None:
-        """Fetch all files but the experts."""
-        self._fetch(path for path in self._files if not _is_expert(path))
+    def fetch_documents(self, on_progress: OnProgress = no_progress) -> None:
+        """Fetch all files but the experts; see `fetch_experts`."""
+        self._fetch([path for path in self._files if not _is_expert(path)], on_progress)
 
-    def fetch_experts(self, paths: Iterable[str] | None = None) -> None:
+    def fetch_experts(
+        self, paths: Iterable[str] | None = None, on_progress: OnProgress = no_progress
+    ) -> None:
         """Fetch experts that are not here yet.
 
         Args:
             paths: their paths below ``targets/``; all experts where omitted.
+            on_progress: see `OnProgress`.
 
         Raises:
             DigestError: the host has other bytes than were signed.
@@ -77,9 +82,9 @@ class HostedRelease:
         """
         if paths is None:
             paths = [path for path in self._files if _is_expert(path)]
-        self._fetch(paths)
+        self._fetch(paths, on_progress)
 
-    def _fetch(self, paths: Iterable[str]) -> None:
+    def _fetch(self, paths: Iterable[str], on_progress: OnProgress) -> None:
         # What was fetched once is not read again: an expert that is loaded at every step would be hashed each time.
         wanted = [path for path in paths if path not in self._fetched]
         if not wanted:
@@ -92,13 +97,11 @@ class HostedRelease:
         def count(more_bytes: int) -> None:
             nonlocal num_bytes
             num_bytes += more_bytes
-            self._options.on_progress(num_bytes, total_bytes)
+            on_progress(num_bytes, total_bytes)
 
         for path in wanted:
             signed = self._files[path]
-            cached = self._cache.fetch(
-                self._host, f"targets/{path}", signed, self._options.limits, count
-            )
+            cached = self._cache.fetch(self._host, f"targets/{path}", signed, self._limits, count)
             self._cache.place(cached, self.folder / "targets" / path)
             self._fetched.add(path)
 

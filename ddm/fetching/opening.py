@@ -13,7 +13,7 @@ from ddm.errors import SetupError
 from ddm.fetching.address import Address, HubAddress, read_address
 from ddm.fetching.cache import FileCache
 from ddm.fetching.download import read_file
-from ddm.fetching.hosted import FetchOptions, HostedRelease
+from ddm.fetching.hosted import FetchOptions, HostedRelease, OnProgress, no_progress
 from ddm.fetching.hosts import FetchLimits, FolderHost, Host
 from ddm.fetching.web import WebHost
 from ddm.protocol.base import sha256_hex
@@ -21,13 +21,19 @@ from ddm.trust.updater import download_metadata
 from ddm.trust.verify import verify_release_metadata
 
 
-def open_hosted(source: Address | Path, root: bytes, options: FetchOptions) -> HostedRelease:
+def open_hosted(
+    source: Address | Path,
+    root: bytes,
+    options: FetchOptions,
+    on_progress: OnProgress = no_progress,
+) -> HostedRelease:
     """Verify the metadata of the release that is current at a host, and fetch all its files but the experts.
 
     Args:
         source: an address; or a folder with a release among other files.
         root: the content of 1.root.json, known out of band.
         options: how it is fetched.
+        on_progress: see `OnProgress`.
 
     Raises:
         RootError: the release has another root.
@@ -52,8 +58,8 @@ def open_hosted(source: Address | Path, root: bytes, options: FetchOptions) -> H
     folder = cache.folder / "releases" / sha256_hex(metadata_files["timestamp.json"])
     for name, data in metadata_files.items():
         cache.place(data, folder / "metadata" / name)
-    hosted = HostedRelease(host, cache, folder, metadata.targets, options)
-    hosted.fetch_documents()
+    hosted = HostedRelease(host, cache, folder, metadata.targets, options.limits)
+    hosted.fetch_documents(on_progress)
     return hosted
 
 
@@ -89,7 +95,9 @@ def require_hub_package() -> None:
         )
 
 
-def place_of(text: str, root: bytes, options: FetchOptions) -> Path | HostedRelease:
+def place_of(
+    text: str, root: bytes, options: FetchOptions, on_progress: OnProgress = no_progress
+) -> Path | HostedRelease:
     """Return the place that a person named: a folder of this machine as a path, an address as a release on a host.
 
     Raises:
@@ -98,10 +106,10 @@ def place_of(text: str, root: bytes, options: FetchOptions) -> Path | HostedRele
     address = read_address(text)
     if address is None:
         return Path(text)
-    return open_hosted(address, root, options)
+    return open_hosted(address, root, options, on_progress)
 
 
-def require_address(text: str) -> HubAddress:
+def require_hub_address(text: str) -> HubAddress:
     """Read the address of a repository of the Hub.
 
     Raises:

@@ -117,7 +117,12 @@ def open_url(request: WebRequest, limits: FetchLimits) -> Iterator[SentFile]:
 
 def _next_url(url: str, response: HTTPResponse, request: WebRequest) -> str:
     """Return where a redirect leads, if it may."""
-    next_url = urljoin(url, response.getheader("Location") or "")
+    location = response.getheader("Location") or ""
+    try:
+        next_url = urljoin(url, location)
+    except ValueError:
+        # It is no address at all, which is said below.
+        next_url = location
     got = url_problem(next_url)
     if got is None and not request.may_redirect(url, next_url):
         scheme, host, port = origin(next_url)
@@ -205,11 +210,6 @@ class _Connection(HTTPConnection):
         if self._tls is not None:
             self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server)
 
-    def close(self) -> None:
-        super().close()
-        if self.watched is not None:
-            self.watched.close()
-
 
 def _proxy_for(parts: SplitResult) -> SplitResult | None:
     """Return the proxy that the environment names for a host, such as in `https_proxy`."""
@@ -243,6 +243,7 @@ class _Exchange:
         self._headers = headers
         self._limits = limits
         self._connection = _Connection(urlsplit(url), limits.window_s)
+        self._response: HTTPResponse | None = None
         self._num_bytes_in_window = 0
         self._is_too_slow = False
         self._is_over = threading.Event()
@@ -256,7 +257,7 @@ class _Exchange:
             if parts.query:
                 target = f"{target}?{parts.query}"
             self._connection.request("GET", target, headers=self._headers)
-            self.response = self._connection.getresponse()
+            self._response = self._connection.getresponse()
         except BaseException as error:
             self._end()
             if isinstance(error, OSError | HTTPException | ValueError):
@@ -272,12 +273,20 @@ class _Exchange:
     ) -> None:
         self._end()
 
+    @property
+    def response(self) -> HTTPResponse:
+        """The answer, whose status and header fields have come."""
+        if self._response is None:
+            raise InterruptedTransfer("no answer")
+        return self._response
+
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes of the answer as they come."""
+        response = self.response
         while True:
             try:
                 # As soon as any are there: `read` would wait until all of these have come.
-                data = self.response.read1(CHUNK_BYTES)
+                data = response.read1(CHUNK_BYTES)
             except (OSError, HTTPException, ValueError) as error:
                 self._raise_interrupted(error)
             self._num_bytes_in_window += len(data)
@@ -303,7 +312,12 @@ class _Exchange:
     def _end(self) -> None:
         self._is_over.set()
         self._watch.join()
+        # `getresponse` closes its own side of the connection already, and leaves the answer to whoever reads it.
+        if self._response is not None:
+            self._response.close()
         self._connection.close()
+        if self._connection.watched is not None:
+            self._connection.watched.close()
 
     def _raise_interrupted(self, error: Exception | None) -> NoReturn:
         limits = self._limits

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path as FilePath
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Expert, Experts, Path, as_velocity, path_named
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
+from ddm.fetching.hosted import FetchOptions, HostedRelease
+from ddm.fetching.opening import place_of
 from ddm.footprint import sampling_bytes
 from ddm.loading.class_counts import class_priors
 from ddm.loading.memory import expert_memory_bytes
 from ddm.loading.plan import PlanFiles
-from ddm.loading.release import Release, open_release
+from ddm.loading.release import Release, open_release, read_root
 from ddm.models import load_expert
 from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.learning import ExpertObjective
@@ -30,7 +33,7 @@ _LOADERS = 4
 
 
 def open_ensemble(
-    release: Release | FilePath | str,
+    release: Release | HostedRelease | FilePath | str,
     *,
     root: FilePath | str | bytes | None = None,
     state: FilePath | str | None = None,
@@ -43,7 +46,9 @@ def open_ensemble(
     """Verify a release, then build its experts and router and load their weights; every file is read once.
 
     Args:
-        release: its folder; or a release that `open_release` has verified, for which the next five are ignored.
+        release: its folder; or its address, ``https://HOST/PATH`` or ``hf://OWNER/NAME[@REVISION]``, of which experts
+            are fetched when they are first used (`ddm.fetching.opening.open_hosted` has the options); or a release that
+            `open_release` has verified, for which the next five are ignored.
         root: the root of trust, obtained out of band: its file, or its bytes.
         state: see `open_release`, as are the next three.
         silo_keys: pinned fingerprints.
@@ -54,6 +59,7 @@ def open_ensemble(
 
     Raises:
         TrustError, FormatError: see `open_release`.
+        TransportError: a host does not answer, or leads elsewhere.
         MemoryLimitError: see `load_ensemble`.
         SetupError: a folder without a root of trust.
         TensorFileError: a tensor file is not what the plan implies.
@@ -68,10 +74,17 @@ def open_ensemble(
             got="root=None",
             remedy=remedy,
         )
+    if not isinstance(root, bytes):
+        root = read_root(FilePath(root))
+    if state is not None:
+        state = FilePath(state)
+    if isinstance(release, str):
+        options = FetchOptions(state=state, archived=archived)
+        release = place_of(release, root, options)
     opened = open_release(
-        FilePath(release),
-        root=FilePath(root) if isinstance(root, str) else root,
-        state=FilePath(state) if isinstance(state, str) else state,
+        release,
+        root=root,
+        state=state,
         silo_keys=silo_keys,
         accepted_keys=accepted_keys,
         archived=archived,
@@ -108,10 +121,25 @@ def load_ensemble(
         beside=one_sample_bytes,
         remedy="Raise memory_bytes, or open the release on a machine with more memory.",
     )
+    fetch_expert = None
+    if release.hosted is not None:
+        if expert_bytes is None:
+            # A limit that all of them fit in, so that each is fetched and loaded when it is first needed.
+            expert_bytes = sum(expert.file.bytes for expert in manifest.experts)
+        fetch_expert = partial(_fetch_expert, release)
     ensemble = build_ensemble(
-        plan, manifest, release.folder, memory_bytes=expert_bytes, device=device
+        plan,
+        manifest,
+        release.folder,
+        memory_bytes=expert_bytes,
+        device=device,
+        fetch_expert=fetch_expert,
     )
     return replace(ensemble, release=release.manifest_digest)
+
+
+def _fetch_expert(release: Release, number: int) -> None:
+    release.fetch_experts([number])
 
 
 def build_ensemble(
@@ -122,6 +150,7 @@ def build_ensemble(
     memory_bytes: int | None = None,
     device: torch.device | str = "cpu",
     arithmetic: Arithmetic = Arithmetic(),
+    fetch_expert: Callable[[int], None] | None = None,
 ) -> Ensemble:
     """Build the experts and the router that a manifest lists, each file checked against its digest there.
 
@@ -138,6 +167,8 @@ def build_ensemble(
             None loads all of them now.
         device: where the experts compute.
         arithmetic: of the experts' networks, and whether they are compiled.
+        fetch_expert: puts the file of the expert with this number into its folder, before it is loaded; None where all
+            files are there.
 
     Raises:
         DigestError: a file differs from the one that the documents list.
@@ -155,6 +186,8 @@ def build_ensemble(
     )
 
     def load(number: int) -> Expert:
+        if fetch_expert is not None:
+            fetch_expert(number)
         published = manifest.experts[number]
         # A carried expert is published under the plan for which its silo signed it.
         signed_folder = folder.parent / plan.origin(published.silo_id)

@@ -5,12 +5,12 @@ that are then parsed.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddm.errors import DigestError, MissingFileError, RootError
-from ddm.fetching.hosted import HostedRelease
+from ddm.fetching.hosted import HostedRelease, OnProgress, no_progress
 from ddm.io.files import read_bounded
 from ddm.loading.consistency import ReleaseDocuments, check_documents_agree
 from ddm.loading.earlier_plans import read_earlier_plans
@@ -58,6 +58,30 @@ class Release:
     folder: Path
     earlier_plans: Mapping[str, Plan] = field(default_factory=dict)
     hosted: HostedRelease | None = None
+
+    def fetch_experts(
+        self, numbers: Iterable[int] | None = None, on_progress: OnProgress = no_progress
+    ) -> None:
+        """Fetch experts of a release on a host that are not here yet; of any other release all are.
+
+        Args:
+            numbers: their places in the manifest; all experts where omitted.
+            on_progress: called with the bytes that are there, and those that will be.
+
+        Raises:
+            TrustError, TransportError, DiskError: see `ddm.fetching.hosted.HostedRelease.fetch_experts`.
+        """
+        if self.hosted is None:
+            return
+        paths = None
+        if numbers is not None:
+            paths = [self._path_below_targets(number) for number in numbers]
+        self.hosted.fetch_experts(paths, on_progress)
+
+    def _path_below_targets(self, number: int) -> str:
+        expert = self.manifest.experts[number]
+        # A carried expert is published under the plan for which its silo signed it.
+        return f"{self.plan.origin(expert.silo_id)}/{expert.file.path}"
 
     @property
     def manifest_digest(self) -> str:
