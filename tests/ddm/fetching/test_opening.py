@@ -199,23 +199,30 @@ def test_nested_and_large_numbers_in_metadata_end_in_an_error_of_ours(
         refuse(DocumentError, url, federation, options)
 
 
+@pytest.mark.parametrize("name", ["../escape", "%2e%2e/escape", "/escape", ".hidden", "a\\b"])
 def test_names_that_lead_out_of_the_folder_are_refused(
-    federation, www, url, options, tmp_path
+    federation, www, url, state, options, monkeypatch, tmp_path, name
 ) -> None:
-    # The federation's own key signs them, as a thief of it could.
-    escape = f"{PLAN}/silos/north/../../../../escape"
-    federation.silo_files = lambda silo_id: {
-        **SignedFederation.silo_files(federation, silo_id),
-        escape: b"x",
-    }
-    try:
-        federation.publish()
-    except ArchipelagoError:
-        # The repository does not sign such a name at all, so that there is none to fetch.
-        return
-    serve_again(federation, www)
-    refuse(TrustError, url, federation, options)
-    assert not (tmp_path / "escape").exists()
+    # The silo itself signs such a name, and a federation without these checks publishes it.
+    monkeypatch.setattr("ddm.trust.silo_role._check_paths", lambda *arguments: None)
+    files = federation.silo_files("north")
+    escape = f"{PLAN}/silos/north/{name}"
+    monkeypatch.setattr(federation, "silo_files", lambda silo_id: {**files, escape: b"x"})
+    silo = {"north": federation.silo_metadata("north", version=2)}
+    federation.repository.publish(
+        PLAN,
+        silo,
+        {f"{PLAN}/manifest.json": (15, "0" * 64)},
+        release_key=federation.keys["release"],
+        online_key=federation.keys["online"],
+        now=federation.now,
+    )
+    shutil.rmtree(www)
+    federation.repository.export_release(www)
+    state.requests.clear()
+    refuse(UnsafePathError, url, federation, options)
+    assert not [path for path in state.paths() if path.startswith("/targets")]
+    assert not list(tmp_path.rglob("*escape*"))
 
 
 def test_expert_with_other_bytes_or_another_length_is_refused_and_not_laid_out(
