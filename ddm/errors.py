@@ -35,7 +35,7 @@ The tree is flat where it can be:
     │   ├── SubmissionRefusedError     36  the aggregator refused what this silo sent
     │   ├── MemoryLimitError           37  it would take more memory than it may
     │   └── DecisionLogError           39  a site's log of decisions is damaged
-    ├── TransportError                 40  Flower or the network
+    ├── TransportError                 40  Flower, the network, or a host of releases
     ├── ArchivedWarningError           50  verified, but only because --archived was given
     └── MathError                      60  a caller's mistake inside the library
         ├── ShapeError                 61
@@ -354,7 +354,7 @@ class DecisionLogError(RefusedError):
 
 
 class TransportError(ArchipelagoError):
-    """Flower or the network between silo and aggregator failed."""
+    """Flower or the network failed, or a host of releases."""
 
     exit_code = 40
     default_remedy = "Nothing is lost. Check the address and the log, then run the command again."
