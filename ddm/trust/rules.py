@@ -1,9 +1,9 @@
 """The rules of verification: decides whether metadata can be trusted, as pure functions without disk, clock or network.
 
 `verify_metadata` follows the detailed client workflow of the TUF specification (1.0.31, section 5), as far as it is
-about metadata; each step below cites its paragraph. Signatures are verified by python-tuf. Its `Updater`
-downloads the metadata of a release on a host (`ddm.trust.updater`) and decides nothing alone, because it reads the clock
-itself and is less strict; a test checks that it accepts what is accepted here.
+about metadata; each step below cites its paragraph. Signatures are verified by python-tuf. Its `Updater` downloads the
+metadata of a release on a host (`ddm.trust.updater`) and decides nothing alone, because it reads the clock itself and
+is less strict; a test checks that it accepts what is accepted here.
 
 The rules, in the order in which they are checked, are
  * The first root is the pinned one, byte for byte (5.2). Each later root has the next version and is signed by the
