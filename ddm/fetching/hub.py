@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 
 from httpx import HTTPError
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, hf_hub_url
-from huggingface_hub.utils import build_hf_headers
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+)
 
 from ddm.errors import SetupError, TransportError
 from ddm.fetching.address import HubAddress, is_loopback, url_problem

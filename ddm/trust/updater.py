@@ -8,6 +8,7 @@ folder for one call, since `ddm.trust.version_store` remembers.
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from tuf.api.exceptions import (
     BadVersionNumberError,
@@ -50,7 +51,7 @@ _ERRORS: tuple[tuple[type[Exception], type[TrustError]], ...] = (
     (RepositoryError, TrustError),
     (DownloadError, TrustError),
 )
-_KINDS = {"root": Root, "timestamp": Timestamp, "snapshot": Snapshot}
+_KINDS: Mapping[str, Any] = {"root": Root, "timestamp": Timestamp, "snapshot": Snapshot}
 
 
 def download_metadata(
@@ -159,8 +160,9 @@ def _paths_of_roles(scratch: Path) -> list[str]:
     snapshot = parse_metadata((scratch / "snapshot.json").read_bytes(), Snapshot, "snapshot.json")
     roles = delegated_roles(targets.signed)
     plan_id = ""
-    if PLANS in roles and roles[PLANS].paths:
-        plan_id = roles[PLANS].paths[0].split("/")[0]
+    plan_paths = roles[PLANS].paths if PLANS in roles else None
+    if plan_paths:
+        plan_id = plan_paths[0].split("/")[0]
     paths = []
     for role in roles:
         entry = snapshot.signed.meta.get(f"{role}.json")

@@ -207,7 +207,10 @@ def test_statuses_are_told_apart(url: str, state: HostState, limits: FetchLimits
 def test_answer_that_is_not_http_is_refused_without_its_text(
     url: str, state: HostState, limits: FetchLimits
 ) -> None:
-    state.answers["/file"] = lambda handler: handler.wfile.write(b"SECRET \x1b[2J\r\n\r\n")
+    def answer(handler: HostHandler) -> None:
+        handler.wfile.write(b"SECRET \x1b[2J\r\n\r\n")
+
+    state.answers["/file"] = answer
     with pytest.raises(TransportError) as refused:
         fetch(url, limits, MemoryFile())
     assert "SECRET" not in str(refused.value)
