@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo digits demo-compare check fix test test-slow coverage bench docs lock audit sbom wheelhouse clean
+.PHONY: help setup demo digits demo-compare check fix test test-slow coverage bench docs site lock audit sbom wheelhouse clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -72,10 +72,12 @@ digits: $(STAMP)  ## Write the images of the tutorial to build/tutorial/data.
 demo-compare: $(STAMP)  ## Compare the demo's routers and strategies with a non-private reference.
 	@$(BIN)/python examples/digits_three_silos/compare.py --out build/demo
 
-check: $(STAMP)  ## Lint, format and type checks.
+check: $(STAMP)  ## Checks of lint, format, spelling and types, and that the documentation builds without a warning.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/python -m tools.site
 
 fix: $(STAMP)  ## Fix what ruff can fix, then format.
 	$(BIN)/ruff check --fix .
@@ -93,9 +95,12 @@ coverage: $(STAMP)  ## The default tests with the branches they take counted; fa
 bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
 	@$(BIN)/python examples/benchmarks/run.py
 
-docs: $(STAMP)  ## Write what comes from the code: docs/reference/api.md, plan-life.md, recipe.md, docs/pictures/*.svg.
+docs: $(STAMP)  ## Write what comes from the code: pages of docs/reference, sizing, list of decisions, pictures.
 	$(BIN)/python -m tools.reference
 	$(BIN)/python -m tools.pictures
+
+site: $(STAMP)  ## Build the documentation as a site in build/site, which needs no network; a warning is an error.
+	$(BIN)/python -m tools.site
 
 lock: $(STAMP)  ## Write the locks: what .venv holds, with hashes; needs a package index.
 	.ci/lock

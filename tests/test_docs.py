@@ -34,6 +34,8 @@ from silo.worker.status import SiteStatus
 from tests.support.case import case
 from tests.test_architecture import ROOMS
 from tools import reference
+from tools.reference.decisions import decision_pages
+from tools.site.navigation import HOME, SECTIONS, listed_pages, navigation_of
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (".github", "docs", "examples", "ddm", "silo", "aggregator", "tests")
@@ -46,6 +48,8 @@ LEAVES = ROOT / "docs" / "explanation" / "what-leaves-the-silo.md"
 CODE_MAP = ROOT / "docs" / "explanation" / "code-map.md"
 FOLDERS_PAGE = ROOT / "docs" / "reference" / "folders.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
+ERRORS = ROOT / "docs" / "reference" / "errors.md"
+TROUBLESHOOTING = sorted((ROOT / "docs" / "how-to").glob("troubleshoot-*.md"))
 POLICY = ROOT / "docs" / "reference" / "policy.md"
 DECISIONS_AND_RESULTS = {"adr", "results"}  # dated records, which keep the words of their day
 GUIDES = [
@@ -56,7 +60,7 @@ GUIDES = [
 PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 THREATS = ROOT / "docs" / "explanation" / "threat-model.md"
 TRUST = ROOT / "docs" / "explanation" / "trust.md"
-ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
+ADRS = decision_pages()
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -366,22 +370,47 @@ def test_glossary_has_each_word_once_and_in_order() -> None:
     assert words == sorted(set(words), key=str.lower)
 
 
-def test_index_links_every_page_of_the_documentation() -> None:
-    index = ROOT / "docs" / "README.md"
-    linked = {
-        (index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))
-    }
-    missing = {
-        page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md") if page != index
-    } - {path.relative_to(ROOT).as_posix() for path in linked}
-    assert not missing
+def navigation() -> list[str]:
+    """The pages that the index and its sections list, in the order of the site's navigation."""
+    pages = []
+    for page in (HOME, *SECTIONS):
+        entries = listed_pages(page, (ROOT / page).read_text("utf-8"))
+        pages += [entry.path for entry in entries]
+    return pages
+
+
+def test_sections_list_every_page_of_the_documentation_once() -> None:
+    pages = navigation()
+    assert len(pages) == len(set(pages))
+    # Decisions have a list of their own, which is written from their pages.
+    decisions = {page.relative_to(ROOT).as_posix() for page in ADRS}
+    written = {page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert not written - decisions - {HOME} - set(pages)
+    assert not [page for page in pages if not (ROOT / page).is_file()]
+
+
+def test_lists_of_a_page_are_its_children_and_other_links_are_not() -> None:
+    text = (
+        "[one](one.md)\n\n- [Two](how-to/two.md): see [three](three.md)\n- [Two](how-to/two.md)\n"
+    )
+    directive = navigation_of(SECTIONS[0], text).split()
+    assert directive[-4:] == [":hidden:", "Two", "</docs/how-to/two>", "```"]
+    assert navigation_of("docs/how-to/two.md", text) == ""
+
+
+def test_troubleshooting_explains_every_exit_code() -> None:
+    listed = re.findall(r"^\| (\d+) \|", ERRORS.read_text("utf-8"), re.MULTILINE)
+    explained: set[str] = set()
+    for page in TROUBLESHOOTING:
+        for cell in re.findall(r"^\| ([^|]+) \|", page.read_text("utf-8"), re.MULTILINE):
+            explained |= set(re.findall(r"\b\d+\b", cell))
+    assert TROUBLESHOOTING
+    assert explained == set(listed) - {"0"}
 
 
 @pytest.mark.parametrize("name", sorted(reference.PAGES))
 def test_pages_written_from_the_code_are_current(name: str) -> None:
-    assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == reference.PAGES[name](), (
-        "run: make docs"
-    )
+    assert (ROOT / "docs" / name).read_text("utf-8") == reference.PAGES[name](), "run: make docs"
 
 
 def test_python_api_has_every_public_name_of_ddm() -> None:

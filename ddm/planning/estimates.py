@@ -17,8 +17,8 @@ from ddm.training.checkpoints import KEPT
 
 # A sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured.
 _PRIVATE_SLOWDOWN = 2.3
-# A checkpoint holds the weights, their average and two moments of the optimizer.
-_TENSORS_OF_CHECKPOINT = 4
+TENSORS_OF_CHECKPOINT = 4
+"""A checkpoint holds the weights, their average and two moments of the optimizer."""
 # Of an image in the cohort's table.
 _ROW_BYTES = 64
 # Documents, logs, the ledger.
@@ -168,9 +168,9 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     Two checkpoints of every expert stay, and a third is written beside them; where only an adaptation is trained, its
     checkpoints are small and not counted.
     """
-    expert = expert_bytes(plan)
-    checkpoint = checkpoint_bytes(plan)
-    experts = max_experts_per_silo(plan) * (expert + KEPT * checkpoint) + checkpoint
+    experts = bytes_of_experts(
+        expert_bytes(plan), checkpoint_bytes(plan), max_experts_per_silo(plan)
+    )
     # Each statistic is kept as it was drawn and as it leaves.
     statistics = 0
     for statistic in statistics_of(plan.statistics).values():
@@ -179,6 +179,18 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     if isinstance(plan.latent, Autoencoder):
         latents = FLOAT_BYTES * prod(plan.expert_shape) * num_images
     return experts + statistics + latents + _ROW_BYTES * num_images + _SMALL_BYTES
+
+
+def bytes_of_experts(expert: int, checkpoint: int, num_experts: int = 1) -> int:
+    """Return what experts take on disk while the last one is trained.
+
+    Args:
+        expert: bytes of an expert's file.
+        checkpoint: bytes of one of its checkpoints.
+        num_experts: of the silo.
+    """
+    # One more checkpoint is written before the oldest is removed.
+    return num_experts * (expert + KEPT * checkpoint) + checkpoint
 
 
 def expert_bytes(plan: Plan) -> int:
@@ -191,5 +203,5 @@ def expert_bytes(plan: Plan) -> int:
 def checkpoint_bytes(plan: Plan) -> int:
     """Return the size of a checkpoint; those of adaptations are small and not counted."""
     if isinstance(plan.expert.adaptation, FullAdaptation | OwnAdaptation):
-        return _TENSORS_OF_CHECKPOINT * expert_bytes(plan)
+        return TENSORS_OF_CHECKPOINT * expert_bytes(plan)
     return 0
