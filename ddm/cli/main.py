@@ -9,6 +9,7 @@ from ddm.cli.assemble import assemble
 from ddm.cli.audits import audit_lines, audits_as_json
 from ddm.cli.distill import distill
 from ddm.cli.evaluate import evaluate
+from ddm.cli.export import export
 from ddm.cli.fetch import fetch
 from ddm.cli.log import log
 from ddm.cli.options import (
@@ -262,6 +263,7 @@ app.command("sample")(sample)
 app.command("evaluate")(evaluate)
 app.command("distill")(distill)
 app.command("sample-student")(sample_student)
+app.command("export")(export)
 app.command("split")(split)
 app.command("train")(train)
 app.command("assemble")(assemble)

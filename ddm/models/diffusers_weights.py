@@ -1,4 +1,6 @@
-"""Renames and reorders the weights of diffusers' networks into those of the same network here. Imports no diffusers.
+"""Renames and reorders the weights of diffusers' networks into those of the same network here, and a `unet` back.
+
+Imports no diffusers.
 
 `DiTTransformer2DModel` becomes a `dit`, `UNet2DModel` a `unet`, `SD3Transformer2DModel` an `mmdit`. What cannot be
 expressed here is refused by its field in `config.json` or by its tensor. Time is `1000 t` here, a step's number there.
@@ -6,9 +8,9 @@ expressed here is refused by its field in `config.json` or by its tensor. Time i
 
 # Shape legend: D hidden width, O outputs, I inputs, C channels, P side of a patch.
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,7 +18,16 @@ from torch import Tensor
 
 from ddm.errors import SetupError, TensorFileError
 from ddm.models.base_weights import BaseWeights
-from ddm.protocol.architecture import Architecture, Dit, Mmdit, Shape, Unet
+from ddm.protocol.architecture import (
+    Architecture,
+    ClassCondition,
+    Condition,
+    Dit,
+    Mmdit,
+    Shape,
+    TextCondition,
+    Unet,
+)
 
 Layout = Literal["DiTTransformer2DModel", "UNet2DModel", "SD3Transformer2DModel"]
 LAYOUTS = get_args(Layout)
@@ -352,10 +363,7 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
     for name in list(source.tensors):
         if name == "class_embedding.weight":
             continue
-        new_name = name
-        for pattern, replacement in _UNET_NAMES:
-            new_name = re.sub(pattern, replacement, new_name)
-        tensors[f"net.{new_name}"] = source.take(name)
+        tensors[_own_unet_name(name)] = source.take(name)
     if "class_embedding.weight" in source.tensors:
         table_KD = source.take("class_embedding.weight")
         # Its table has no row for no class, which begins as the mean of all.
@@ -368,6 +376,74 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
             # Sines come first there and cosines here.
             tensors[name] = tensors[name].roll(tensors[name].shape[1] // 2, 1)
     return BaseWeights(tensors, _unet_shape(config))
+
+
+def _own_unet_name(name: str) -> str:
+    """Return the name in a `unet` of a tensor of a `UNet2DModel`."""
+    for pattern, replacement in _UNET_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return f"net.{name}"
+
+
+def unet_settings(architecture: Unet, shape: Shape, condition: Condition) -> dict[str, Any]:
+    """Return the arguments of the `UNet2DModel` that computes what a `unet` does.
+
+    Its class 0 is no class, and its class `c + 1` is class c here.
+
+    Raises:
+        SetupError: a volume, or a text; it is named.
+    """
+    if len(shape) != 3:
+        _refuse_unet("images (C, H, W)", f"samples of {len(shape)} dimensions")
+    if isinstance(condition, TextCondition):
+        _refuse_unet("no condition or a class", "the condition text")
+    num_classes = None
+    if isinstance(condition, ClassCondition):
+        num_classes = 1 + condition.num_classes
+    down_blocks = []
+    up_blocks = []
+    for attends in architecture.attention:
+        if attends:
+            down_blocks.append("AttnDownBlock2D")
+            up_blocks.append("AttnUpBlock2D")
+        else:
+            down_blocks.append("DownBlock2D")
+            up_blocks.append("UpBlock2D")
+    return {
+        "sample_size": list(shape[1:]),
+        "in_channels": shape[0],
+        "out_channels": shape[0],
+        "layers_per_block": architecture.num_res_blocks,
+        "block_out_channels": list(architecture.channels),
+        "down_block_types": down_blocks,
+        # From the innermost level on.
+        "up_block_types": up_blocks[::-1],
+        "norm_num_groups": architecture.norm_groups,
+        "attention_head_dim": architecture.head_channels,
+        # That of MONAI; diffusers has another one by default.
+        "norm_eps": 1e-6,
+        "num_class_embeds": num_classes,
+    }
+
+
+def _refuse_unet(expected: str, got: str) -> NoReturn:
+    raise SetupError("UNet2DModel of diffusers", expected=expected, got=got)
+
+
+def unet_tensors(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a `unet` by the names of diffusers: the inverse of `weights_of`.
+
+    Args:
+        names: of the tensors of a `UNet2DModel` with `unet_settings`.
+        tensors: of the `unet`.
+
+    Raises:
+        TensorFileError: a tensor is missing, or left over; it is named.
+    """
+    source = _Source(dict(tensors))
+    renamed = {name: source.take(_own_unet_name(name)) for name in names}
+    source.check_empty()
+    return renamed
 
 
 def _unet_shape(config: UnetConfig) -> Shape | None:

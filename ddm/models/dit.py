@@ -142,7 +142,8 @@ class DitNetwork(PatchTransformer):
                 expected="no condition: the model is unconditional",
                 got=f"a condition of shape {tuple(c.shape)}",
             )
-        num_samples = len(t_B)
+        # `len` would fix the number of samples of a program that torch traces.
+        num_samples = t_B.shape[0]
         condition_BD = self.time(t_B)
         if self.classes is not None:
             condition_BD = condition_BD + self.classes(c, num_samples)

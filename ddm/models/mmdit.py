@@ -122,7 +122,7 @@ class MmditNetwork(PatchTransformer):
             ShapeError: images or texts of another shape than the model's, or not one time per image.
         """
         check_input(x_BCHW, t_B, self.shape)
-        text = self.text(c_BLD, len(t_B))
+        text = self.text(c_BLD, t_B.shape[0])
         condition_BD = self.time(t_B) + self.pooled(text.mean())
         modulation_BM = self.modulation(F.silu(condition_BD))
         # The same for all tokens of a sample.

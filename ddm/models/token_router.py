@@ -91,7 +91,7 @@ class TokenRouter(DitNetwork):
 
     def image_tokens(self, x_BCHW: Tensor, kept_BM: Tensor | None = None) -> Tensor:
         """Return the class token and the image's, shape (B, 1 + N, D) or (B, 1 + M, D)."""
-        num_images = len(x_BCHW)
+        num_images = x_BCHW.shape[0]
         first = self.class_token.expand(num_images, 1, -1)
         others = super().image_tokens(x_BCHW, kept_BM)
         return torch.cat([first, others], dim=1)

@@ -114,9 +114,9 @@ class UnetNetwork(ExpertNetwork):
                         got=f"a condition of shape {tuple(c.shape)}",
                     )
             case ClassCondition():
-                classes = class_rows(c, len(t_B), x_B.device)
+                classes = class_rows(c, t_B.shape[0], x_B.device)
             case TextCondition():
-                context = self._context(c, len(t_B), self.condition)
+                context = self._context(c, t_B.shape[0], self.condition)
         out: Tensor = self.net(x_B, TIME_SCALE * t_B, context=context, class_labels=classes)
         return out
 

@@ -124,7 +124,7 @@ class CountsRouter:
         log_mass_KG = self.log_mass_KG.to(log_BG)
         chunks = []
         # All pairs of samples and experts over all groups, (B, K, G), need not fit in memory at once.
-        for rows in blocks(len(log_BG), log_mass_KG.numel()):
+        for rows in blocks(log_BG.shape[0], log_mass_KG.numel()):
             joint_BKG = log_BG[rows, None] + log_mass_KG
             chunks.append(joint_BKG.logsumexp(2))
         return torch.cat(chunks)

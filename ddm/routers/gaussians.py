@@ -70,20 +70,24 @@ class NoisedGaussians:
         alpha_B1 = alpha_B.to(s_BR)[:, None]
         noise_B1 = noise_B.to(s_BR)[:, None]
         chunks = []
-        for rows in blocks(len(s_BR), len(spread_Q)):
+        for rows in blocks(s_BR.shape[0], len(spread_Q)):
             alpha = alpha_B1[rows]
             noise = noise_B1[rows]
             # Noised, a Gaussian has mean alpha m and covariance alpha^2 C + noise^2 I.
             along_BQ = s_BR[rows] @ axes_RQ - alpha * mean_Q
             variance_BQ = alpha.square() * spread_Q + noise.square()
             terms_BQ = along_BQ.square() / variance_BQ + variance_BQ.log()
-            terms_BGR = terms_BQ.view(len(terms_BQ), self._num, -1)
+            terms_BGR = terms_BQ.unflatten(1, (self._num, -1))
             chunks.append(-0.5 * terms_BGR.sum(2))
         return torch.cat(chunks)
 
 
 def blocks(num_rows: int, width: int) -> Iterator[slice]:
     """Yield slices of rows of `width` values that fit one block, at least one row each."""
+    if torch.compiler.is_compiling():
+        # A program that torch traces has one block, whatever number of rows it will be called with.
+        yield slice(None)
+        return
     rows = max(1, _BLOCK // width)
     # Without any rows there is one empty block, so that what is concatenated has a shape.
     for start in range(0, max(num_rows, 1), rows):

@@ -1,0 +1,223 @@
+"""The command `ddm export`: write a student, an expert or a router for other programs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddm.cli.options import (
+    TRUST,
+    AcceptKeyOption,
+    ArchivedOption,
+    SiloKeyOption,
+    StateOption,
+    Verification,
+    grouped,
+    warn_if_expired,
+)
+from ddm.errors import SetupError
+from ddm.system.console import say
+
+if TYPE_CHECKING:
+    from ddm.export.card import Form
+    from ddm.export.model import ExportedModel
+    from ddm.loading.release import Release
+
+_FORMS = "Form of the export"
+
+
+@dataclass(frozen=True)
+class ReleaseOptions:
+    """Which part of a release is exported, and how the release is verified; a student has none of these."""
+
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            "--root",
+            metavar="FILE",
+            help="The pinned 1.root.json, for a release.",
+            rich_help_panel=TRUST,
+        ),
+    ] = None
+    expert: Annotated[
+        str | None, typer.Option("--expert", metavar="NAME", help="Export this expert.")
+    ] = None
+    router: Annotated[bool, typer.Option("--router", help="Export the router.")] = False
+    state: StateOption = None
+    silo_key: SiloKeyOption = None
+    accept_key: AcceptKeyOption = None
+    archived: ArchivedOption = False
+
+    def check_student(self, source: Path) -> None:
+        """Refuse options of a release where the source is a student.
+
+        Raises:
+            SetupError: names the option.
+        """
+        given = {"--root": self.root, "--expert": self.expert, "--router": self.router}
+        for name, value in given.items():
+            if value:
+                raise SetupError(
+                    name,
+                    expected=f"a release's folder, or no {name}",
+                    got=f"the file {source.name}",
+                    remedy=f"Leave {name} out, or name the folder of a release.",
+                )
+
+    def open(self, source: Path) -> "Release":
+        """Verify the release.
+
+        Raises:
+            SetupError: no root, or not one of --expert and --router.
+            TrustError, FormatError: see `Verification.open`.
+        """
+        if (self.expert is None) == (not self.router):
+            raise SetupError(
+                "ddm export",
+                expected="one of --expert NAME and --router, for a release",
+                got="both" if self.router else "no part of it",
+                remedy="Add --expert NAME, one of those that `ddm info RELEASE --root FILE --json` lists, or --router. "
+                "A whole ensemble opens in Python: EnsemblePipeline.from_release of ddm.export.diffusers_classes.",
+            )
+        if self.root is None:
+            raise SetupError(
+                "--root",
+                expected="the pinned 1.root.json, since releases are verified first",
+                got="no --root",
+                remedy="Add --root FILE.",
+            )
+        verification = Verification(
+            self.root, self.state, self.silo_key, self.accept_key, self.archived
+        )
+        return verification.open(source, experts_later=True)
+
+
+@dataclass(frozen=True)
+class FormOptions:
+    """The form of the export, and the folder that is written: one of three.
+
+    Raises:
+        SetupError: none of them, or several.
+    """
+
+    diffusers: Annotated[
+        Path | None,
+        typer.Option(
+            "--diffusers", metavar="OUT", help="A folder for diffusers.", rich_help_panel=_FORMS
+        ),
+    ] = None
+    onnx: Annotated[
+        Path | None,
+        typer.Option(
+            "--onnx", metavar="OUT", help="A folder with model.onnx.", rich_help_panel=_FORMS
+        ),
+    ] = None
+    torch_export: Annotated[
+        Path | None,
+        typer.Option(
+            "--torch-export", metavar="OUT", help="A folder with model.pt2.", rich_help_panel=_FORMS
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if len(self._given()) != 1:
+            names = ", ".join(f"--{form}" for form, _ in self._given())
+            raise SetupError(
+                "ddm export",
+                expected="one of --diffusers OUT, --onnx OUT and --torch-export OUT",
+                got=names or "none of them",
+            )
+
+    @property
+    def form(self) -> "Form":
+        """The form."""
+        return self._given()[0][0]
+
+    @property
+    def out(self) -> Path:
+        """The folder that is written."""
+        return self._given()[0][1]
+
+    def _given(self) -> list[tuple["Form", Path]]:
+        forms: list[tuple[Form, Path | None]] = [
+            ("diffusers", self.diffusers),
+            ("onnx", self.onnx),
+            ("torch-export", self.torch_export),
+        ]
+        return [(form, out) for form, out in forms if out is not None]
+
+
+@grouped
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A student's FILE.safetensors, or the folder of a release."
+        ),
+    ],
+    *,
+    forms: FormOptions,
+    release_options: ReleaseOptions,
+) -> None:
+    """Write a student, or an expert or the router of a release, for diffusers, ONNX or torch.export."""
+    if forms.out.exists():
+        raise SetupError(
+            str(forms.out),
+            expected="the name of a new folder",
+            got="a file or folder that exists",
+            remedy="Name another folder, or remove this one.",
+        )
+    if forms.form == "diffusers" and release_options.router:
+        raise SetupError(
+            "--router",
+            expected="--onnx or --torch-export with it",
+            got="--diffusers, which has no routers",
+            remedy="Export it with --torch-export OUT.",
+        )
+    if forms.form == "onnx":
+        from ddm.export.programs import require_onnx
+
+        # Before the weights are read.
+        require_onnx()
+    if not source.is_dir():
+        release_options.check_student(source)
+        from ddm.export.model import open_student
+
+        _write(open_student(source), forms)
+        return
+
+    release = release_options.open(source)
+    from ddm.export.model import open_expert, open_router
+
+    model: ExportedModel
+    if release_options.expert is None:
+        model = open_router(release)
+    else:
+        model = open_expert(release, release_options.expert)
+    _write(model, forms)
+    # Last, since it raises.
+    warn_if_expired(release)
+
+
+def _write(model: "ExportedModel", forms: FormOptions) -> None:
+    """Write the folder whole or not at all, with its card."""
+    from ddm.export.card import write_card
+    from ddm.export.diffusers_folder import is_plain, write_diffusers_folder
+    from ddm.export.model import ExportedExpert
+    from ddm.export.programs import write_onnx, write_torch_program
+    from ddm.io.files import move_into_place, staging_folder
+
+    opens_alone = False
+    with staging_folder(forms.out) as folder:
+        if isinstance(model, ExportedExpert) and forms.form == "diffusers":
+            write_diffusers_folder(model, folder)
+            opens_alone = is_plain(model)
+        elif forms.form == "onnx":
+            write_onnx(model, folder)
+        else:
+            write_torch_program(model, folder)
+        write_card(model, forms.form, folder, is_plain=opens_alone)
+        move_into_place(folder, forms.out)
+    say(f"{model.origin.name} in {forms.out}, as {forms.form}. Its README.md says how to use it.")
+    say("Images that other programs draw with it have no mark: mark them as synthetic.")
