@@ -22,8 +22,10 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "distillation encoders ensemble errors evaluation fetching footprint images io islands loading models "
-        "protocol publishing sampling system training trust",
+        "cli": "distillation encoders ensemble errors evaluation export fetching footprint images io islands loading "
+        "models protocol publishing sampling system training trust",
+        "export": "diffusion distillation encoders ensemble errors footprint io loading models pages protocol "
+        "routers sampling system",
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
         "routers training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",

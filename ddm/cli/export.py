@@ -72,11 +72,12 @@ class ReleaseOptions:
             SetupError: no root, or not one of --expert and --router.
             TrustError, FormatError: see `Verification.open`.
         """
-        if (self.expert is None) == (not self.router):
+        num_parts = int(self.expert is not None) + int(self.router)
+        if num_parts != 1:
             raise SetupError(
                 "ddm export",
                 expected="one of --expert NAME and --router, for a release",
-                got="both" if self.router else "no part of it",
+                got=f"{num_parts} of them",
                 remedy="Add --expert NAME, one of those that `ddm info RELEASE --root FILE --json` lists, or --router. "
                 "A whole ensemble opens in Python: EnsemblePipeline.from_release of ddm.export.diffusers_classes.",
             )

@@ -34,7 +34,7 @@ from ddm.sampling.options import SamplingOptions
 TIME_SCALE = 1000
 
 
-class ExpertModel(ModelMixin, ConfigMixin):
+class ExpertModel(ModelMixin, ConfigMixin):  # type: ignore[misc] # diffusers has no types
     """Any network of ours, called as diffusers calls its own.
 
     Args:
@@ -48,7 +48,7 @@ class ExpertModel(ModelMixin, ConfigMixin):
         ShapeError: the architecture does not fit the shape or the condition.
     """
 
-    @register_to_config
+    @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
         self,
         architecture: dict[str, Any],
@@ -89,7 +89,7 @@ class ExpertModel(ModelMixin, ConfigMixin):
         return UNet2DOutput(sample=self.network(sample, t_B, condition))
 
 
-class LatentDecoder(ModelMixin, ConfigMixin):
+class LatentDecoder(ModelMixin, ConfigMixin):  # type: ignore[misc] # diffusers has no types
     """The autoencoder that decodes an expert's latents.
 
     Args:
@@ -97,7 +97,7 @@ class LatentDecoder(ModelMixin, ConfigMixin):
         shape: of one decoded sample.
     """
 
-    @register_to_config
+    @register_to_config  # type: ignore[untyped-decorator]
     def __init__(self, latent: dict[str, Any], shape: Sequence[int]) -> None:
         super().__init__()
         documents: TypeAdapter[Any] = TypeAdapter(Latent)
@@ -123,7 +123,7 @@ class LatentDecoder(ModelMixin, ConfigMixin):
         return samples
 
 
-class ExpertPipeline(DiffusionPipeline):
+class ExpertPipeline(DiffusionPipeline):  # type: ignore[misc] # diffusers has no types
     """Draws samples from one exported network with Euler's steps, evenly spaced in t.
 
     Args:
@@ -205,7 +205,7 @@ class ExpertPipeline(DiffusionPipeline):
         return velocity
 
 
-class EnsemblePipeline(DiffusionPipeline):
+class EnsemblePipeline(DiffusionPipeline):  # type: ignore[misc] # diffusers has no types
     """A verified release as a pipeline; there is no other way to one than `from_release`, which verifies.
 
     Args:

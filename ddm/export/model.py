@@ -141,7 +141,7 @@ def open_student(weights: Path) -> ExportedExpert:
     return ExportedExpert(
         network=cast(nn.Module, student.experts[0]),
         output="velocity",
-        shape=student.shape,
+        shape=record.latent.shape(record.data.shape),
         condition=record.condition,
         data=record.data,
         latent_spec=record.latent,
@@ -173,7 +173,7 @@ def open_expert(release: Release, expert_id: str) -> ExportedExpert:
     ensemble = _open_lazily(release)
     objective = plan.objective.of(published.silo_id)
     is_velocity = objective.prediction == "velocity"
-    conversion = objective
+    conversion: ExpertObjective | None = objective
     if is_velocity and objective.path == plan.objective.ensemble_path:
         conversion = None
     return ExportedExpert(

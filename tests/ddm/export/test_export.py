@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typer.testing import CliRunner
 
 from ddm import load_student
@@ -101,14 +101,13 @@ def export(*words: object) -> BaseException | None:
         return CliRunner().invoke(app, ["export", *map(str, words)]).exception
 
 
-def network_of(student: Path) -> nn.Module:
+def network_of(student: Path) -> Callable[..., Tensor]:
     _, ensemble = load_student(student)
-    network: nn.Module = ensemble.experts[0]
-    return network
+    return ensemble.experts[0]
 
 
 def check_answers(
-    answer: Callable[..., Tensor], network: nn.Module, shape: Any, condition: Condition
+    answer: Callable[..., Tensor], network: Callable[..., Tensor], shape: Any, condition: Condition
 ) -> None:
     """Compare answers at several times and numbers of samples."""
     for num in (1, 3, 5):
