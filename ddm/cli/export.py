@@ -79,7 +79,7 @@ class ReleaseOptions:
                 expected="one of --expert NAME and --router, for a release",
                 got=f"{num_parts} of them",
                 remedy="Add --expert NAME, one of those that `ddm info RELEASE --root FILE --json` lists, or --router. "
-                "A whole ensemble opens in Python: EnsemblePipeline.from_release of ddm.export.diffusers_classes.",
+                "A whole ensemble opens in Python (docs/how-to/export.md).",
             )
         if self.root is None:
             raise SetupError(
