@@ -159,6 +159,7 @@ def test_onnx_answers_as_the_student_for_any_number_of_samples(
     assert input_names(condition)[:2] == ["x", "t"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_router_exported_from_a_release_answers_as_the_releases(
     published_once: PublishedRelease, tmp_path: Path
