@@ -86,8 +86,10 @@ class LearnedRouter:
     def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, E)."""
         base_BE = self.mixture.sketch_log_likelihood(s_BR, t_B)
-        residual = self.residual.to(s_BR.device)
-        correction_BK: Tensor = residual(s_BR, t_B)
+        if not torch.compiler.is_compiling():
+            # A network that torch traces cannot be moved.
+            self.residual.to(s_BR.device)
+        correction_BK: Tensor = self.residual(s_BR, t_B)
         # The network distinguishes silos alone, so that all experts of one get the same correction.
         correction_BE = correction_BK[:, self.silo_E]
         return base_BE + correction_BE.to(base_BE)

@@ -70,7 +70,9 @@ class SamplesRouter:
             t_B: shape (B,), 0 is data, 1 is noise.
         """
         device = x_B.device
-        self.net.to(device)
+        if not torch.compiler.is_compiling():
+            # A network that torch traces cannot be moved.
+            self.net.to(device)
         t_B = t_B.to(device, torch.float32)
         return _gated(self.net, x_B.float(), t_B, None, self.path)
 
