@@ -453,7 +453,7 @@ def test_aggregator_run_names_a_busy_port_and_starts_nothing(
         result = run("aggregator", "run", planned.federation.path, "--passphrase-file", secret)
     assert result.code == 6
     assert f"port {port}" in result.err
-    assert "federation.toml" in result.err
+    assert "aggregator invite" in result.err
     assert set(descendants(os.getpid())) <= before
 
 
