@@ -91,7 +91,7 @@ class ReleaseOptions:
         verification = Verification(
             self.root, self.state, self.silo_key, self.accept_key, self.archived
         )
-        return verification.open(source, experts_later=True)
+        return verification.open(str(source), experts_later=True)
 
 
 @dataclass(frozen=True)
