@@ -73,7 +73,9 @@ def test_pages_load_nothing_from_another_host(site: Path) -> None:
 def test_every_version_has_a_folder_with_pages_and_a_search(site: Path) -> None:
     version = installed_version()
     assert f'href="{version}/index.html"' in (site / "index.html").read_text("utf-8")
-    assert (site / version / "searchindex.js").is_file()
+    index = (site / version / "searchindex.js").read_text("utf-8")
+    for section in SECTIONS:
+        assert f'"{section.removesuffix(".md")}"' in index
     home = (site / version / "docs" / "README.html").read_text("utf-8")
     for section in SECTIONS:
         name = Path(section).stem

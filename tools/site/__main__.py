@@ -46,6 +46,9 @@ def build_site(folder: Path) -> int:
     """
     version_folder = folder / installed_version()
     options = ["-b", "html", "-j", "auto", "-W", "--keep-going", "-q"]
+    if not (version_folder / "searchindex.js").is_file():
+        # After a build that was stopped, Sphinx would put only the pages that changed since into the search's index.
+        options.append("-a")
     status = build_main(
         [
             *options,
