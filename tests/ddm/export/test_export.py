@@ -293,23 +293,22 @@ def test_changed_release_is_refused_and_nothing_is_written(
 
     copy = tmp_path / "release"
     shutil.copytree(published_once.release, copy)
-    (expert,) = list(copy.rglob("north*.safetensors"))[:1]
+    exported = first_expert(published_once)
+    (expert,) = copy.rglob(exported["file"]["path"])
     data = bytearray(expert.read_bytes())
     data[-1] ^= 1
     expert.write_bytes(data)
     words = (copy, "--root", published_once.root, "--state", tmp_path / "state")
-    ended = export(
-        *words, "--expert", expert_name(published_once), "--torch-export", tmp_path / "out"
-    )
+    ended = export(*words, "--expert", exported["expert_id"], "--torch-export", tmp_path / "out")
     assert isinstance(ended, DigestError)
     assert not (tmp_path / "out").exists()
 
 
-def expert_name(published: PublishedRelease) -> str:
-    manifests = list(published.release.rglob("*manifest.json"))
-    manifest = json.loads(manifests[0].read_text("utf-8"))
-    name: str = manifest["experts"][0]["expert_id"]
-    return name
+def first_expert(published: PublishedRelease) -> dict[str, Any]:
+    """The manifest's record of an expert."""
+    (manifest,) = published.release.rglob("*manifest.json")
+    expert: dict[str, Any] = json.loads(manifest.read_text("utf-8"))["experts"][0]
+    return expert
 
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
