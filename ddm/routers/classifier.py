@@ -18,7 +18,7 @@ class ClassifierRouter(nn.Module):
     >>> import torch
     >>> from ddm.ensemble import Ensemble
     >>> from ddm.routers.classifier import ClassifierRouter
-    >>> logits = lambda x, t: torch.log(torch.tensor([[0.75, 0.25]])).expand(len(x), 2)  # knows the shares alone
+    >>> logits = lambda x, t: torch.tensor([[0.75, 0.25]]).log().expand(len(x), 2)  # no image
     >>> router = ClassifierRouter(logits, training_prior=[0.75, 0.25])
     >>> silos = [lambda x, t: x - 1, lambda x, t: x + 1]
     >>> ensemble = Ensemble(silos, router, [0.5, 0.5], shape=(2,))
