@@ -13,6 +13,7 @@ from ddm.cli.options import (
     SiloKeyOption,
     StateOption,
     Verification,
+    fetch_progress,
     grouped,
     warn_if_expired,
 )
@@ -55,17 +56,17 @@ class ReleaseOptions:
         Raises:
             SetupError: names the option.
         """
-        given = {"--root": self.root, "--expert": self.expert, "--router": self.router}
-        for name, value in given.items():
+        options = {"--root": self.root, "--expert": self.expert, "--router": self.router}
+        for name, value in options.items():
             if value:
                 raise SetupError(
                     name,
-                    expected=f"a release's folder, or no {name}",
+                    expected=f"a release's folder or address, or no {name}",
                     got=f"the file {source.name}",
-                    remedy=f"Leave {name} out, or name the folder of a release.",
+                    remedy=f"Leave {name} out, or name the folder or the address of a release.",
                 )
 
-    def open(self, source: Path) -> "Release":
+    def open(self, source: str) -> "Release":
         """Verify the release.
 
         Raises:
@@ -91,7 +92,7 @@ class ReleaseOptions:
         verification = Verification(
             self.root, self.state, self.silo_key, self.accept_key, self.archived
         )
-        return verification.open(str(source), experts_later=True)
+        return verification.open(source, experts_later=True)
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,11 @@ class FormOptions:
 @grouped
 def export(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="SOURCE", help="A student's FILE.safetensors, or the folder of a release."
+            metavar="SOURCE",
+            help="A student's FILE.safetensors, or a release: its folder, or https://HOST/PATH, or "
+            "hf://OWNER/NAME@REVISION.",
         ),
     ],
     *,
@@ -181,11 +184,14 @@ def export(
 
         # Before the weights are read.
         require_onnx()
-    if not source.is_dir():
-        release_options.check_student(source)
+    from ddm.fetching.address import read_address
+
+    path = Path(source)
+    if read_address(source) is None and not path.is_dir():
+        release_options.check_student(path)
         from ddm.export.model import open_student
 
-        _write(open_student(source), forms)
+        _write(open_student(path), forms)
         return
 
     release = release_options.open(source)
@@ -195,7 +201,8 @@ def export(
     if release_options.expert is None:
         model = open_router(release)
     else:
-        model = open_expert(release, release_options.expert)
+        with fetch_progress(source) as advance:
+            model = open_expert(release, release_options.expert, advance)
     _write(model, forms)
     # Last, since it raises.
     warn_if_expired(release)

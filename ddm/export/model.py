@@ -1,5 +1,6 @@
 """What is exported: a network with all that describes it, from a student or a verified release."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -151,10 +152,18 @@ def open_student(weights: Path) -> ExportedExpert:
     )
 
 
-def open_expert(release: Release, expert_id: str) -> ExportedExpert:
-    """Load one expert of a verified release.
+def open_expert(
+    release: Release, expert_id: str, on_progress: Callable[[int, int], None]
+) -> ExportedExpert:
+    """Load one expert of a verified release; of a release on a host it alone is fetched.
+
+    Args:
+        release: the release.
+        expert_id: the expert's name.
+        on_progress: see `ddm.loading.release.Release.fetch_experts`.
 
     Raises:
+        TrustError, TransportError, DiskError: see `ddm.loading.release.Release.fetch_experts`.
         SetupError: the release has no expert of this name.
         MemoryLimitError: it does not fit into memory; nothing was loaded.
         DigestError, TensorFileError: see `ddm.loading.ensemble.build_ensemble`.
@@ -170,6 +179,7 @@ def open_expert(release: Release, expert_id: str) -> ExportedExpert:
         )
     number = names.index(expert_id)
     published = experts[number]
+    release.fetch_experts([number], on_progress)
     ensemble = _open_lazily(release)
     objective = plan.objective.of(published.silo_id)
     is_velocity = objective.prediction == "velocity"

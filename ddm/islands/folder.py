@@ -87,20 +87,15 @@ class TrainedIsland(Document):
 
 
 @dataclass(frozen=True)
-class IslandFolder:
-    """One island's own folder."""
+class TrainingFolder:
+    """The folder of one training: of an island, or of the seed that islands start from."""
 
     path: Path
 
     @property
     def images(self) -> Path:
-        """Its images as its expert sees them."""
+        """The images as the expert sees them; those of a seed until it is trained."""
         return self.path / "images.npy"
-
-    @property
-    def rows(self) -> Path:
-        """Which images of the data file these are."""
-        return self.path / "rows.npy"
 
     @property
     def labels(self) -> Path:
@@ -108,28 +103,38 @@ class IslandFolder:
         return self.path / "labels.npy"
 
     @property
-    def expert(self) -> Path:
-        """The trained expert, averaged weights."""
-        return self.path / "expert.safetensors"
-
-    @property
     def record(self) -> Path:
         """See `TrainedIsland`."""
         return self.path / "trained.json"
 
     @property
     def job(self) -> JobFolder:
-        """Its training, until it is trained."""
+        """The training, until it has ended."""
         return JobFolder(self.path / "training")
 
     @property
     def is_trained(self) -> bool:
-        """Whether its expert is there."""
+        """Whether the weights are there."""
         return self.record.is_file()
 
 
 @dataclass(frozen=True)
-class SeedFolder:
+class IslandFolder(TrainingFolder):
+    """One island's own folder."""
+
+    @property
+    def rows(self) -> Path:
+        """Which images of the data file these are."""
+        return self.path / "rows.npy"
+
+    @property
+    def expert(self) -> Path:
+        """The trained expert, averaged weights."""
+        return self.path / "expert.safetensors"
+
+
+@dataclass(frozen=True)
+class SeedFolder(TrainingFolder):
     """The folder of the seed that islands start from. Its weights are a file of the islands' plan.
 
     Attributes:
@@ -137,38 +142,12 @@ class SeedFolder:
         weights: the trained seed, averaged weights.
     """
 
-    path: Path
     weights: Path
 
     @property
     def plan(self) -> Path:
         """The plan by which the seed is trained; nobody signs it."""
         return self.path / "plan.json"
-
-    @property
-    def images(self) -> Path:
-        """The images of all islands, until it is trained."""
-        return self.path / "images.npy"
-
-    @property
-    def labels(self) -> Path:
-        """The condition of each image, where the plan has one, until it is trained."""
-        return self.path / "labels.npy"
-
-    @property
-    def record(self) -> Path:
-        """See `TrainedIsland`."""
-        return self.path / "trained.json"
-
-    @property
-    def job(self) -> JobFolder:
-        """Its training, until it is trained."""
-        return JobFolder(self.path / "training")
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether its weights are there."""
-        return self.record.is_file()
 
 
 class Islands(PublisherFolder):

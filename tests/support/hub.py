@@ -75,11 +75,11 @@ class HubHandler(HostHandler):
         return None
 
     def _send_resolved(self, repository: str, revision: str, name: str) -> None:
-        found = self._commit(repository, revision)
-        if found is None or name not in found[1]:
+        revision_files = self._commit(repository, revision)
+        if revision_files is None or name not in revision_files[1]:
             self.send_head(404, 0, X_Error_Code="EntryNotFound")
             return
-        commit, files = found
+        commit, files = revision_files
         answer = self.state.answers.get(name)
         if answer is not None:
             answer(self)

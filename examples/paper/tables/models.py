@@ -190,14 +190,14 @@ def network_of(ensemble: Ensemble, number: int) -> nn.Module:
     Raises:
         SetupError: it is no network.
     """
-    found = ensemble.experts[number]
-    if not isinstance(found, nn.Module):
+    expert = ensemble.experts[number]
+    if not isinstance(expert, nn.Module):
         raise SetupError(
             "the start of the training",
             expected="an expert that is a network",
-            got=type(found).__name__,
+            got=type(expert).__name__,
         )
-    return found
+    return expert
 
 
 def images_of(world: World, images: Images, seed: int) -> Part:

@@ -33,6 +33,7 @@ from ddm.protocol.base import File, sha256_hex
 from tests.conftest import PublishedRelease
 from tests.support.case import case
 from tests.support.errors import has_subject
+from tests.support.web_host import serve_folder
 
 TOLERANCE = 1e-5
 SHAPE = (1, 8, 8)
@@ -302,6 +303,26 @@ def test_changed_release_is_refused_and_nothing_is_written(
     ended = export(*words, "--expert", exported["expert_id"], "--torch-export", tmp_path / "out")
     assert isinstance(ended, DigestError)
     assert not (tmp_path / "out").exists()
+
+
+def test_expert_of_a_release_on_a_host_is_exported_and_the_others_are_not_fetched(
+    published_once: PublishedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    expert_id = first_expert(published_once)["expert_id"]
+    words = ("--root", published_once.root, "--expert", expert_id, "--torch-export")
+    with serve_folder(published_once.release) as host:
+        ended = export(host.url, *words, tmp_path / "by-address")
+    assert ended is None, ended
+    assert export(published_once.release, *words, tmp_path / "by-folder") is None
+    answers = []
+    for name in ("by-address", "by-folder"):
+        program = torch.export.load(tmp_path / name / "model.pt2").module()
+        answers.append(program(torch.ones(2, 1, 4, 4), torch.full((2,), 0.5)))
+    torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=0)
+    fetched = list((tmp_path / "cache").rglob("expert.safetensors"))
+    assert len(fetched) == 1
 
 
 def first_expert(published: PublishedRelease) -> dict[str, Any]:
