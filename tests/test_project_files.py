@@ -130,7 +130,7 @@ def test_locks_hold_every_direct_dependency_and_the_build_backend() -> None:
         re.match(r"[A-Za-z0-9_-]+", requirement)[0].lower().replace("_", "-")
         for requirement in [*named, *backend]
     }  # type: ignore[index]
-    assert names - pinned(LOCKS["requirements"]).keys() == {"archipelago", "torch", "torchvision"}
+    assert names - pinned(LOCKS["requirements"]).keys() == {"archipelago-ddm", "torch", "torchvision"}
 
 
 def test_everything_installed_is_in_a_lock() -> None:
@@ -146,7 +146,7 @@ def test_everything_installed_is_in_a_lock() -> None:
         for distribution in distributions()
     }
     assert {name: v for name, v in installed.items() if v not in locked.get(name, ())} == {
-        "archipelago": PROJECT["version"]
+        "archipelago-ddm": PROJECT["version"]
     }
 
 
@@ -186,7 +186,7 @@ def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
     document = json.loads(bill.read_text("utf-8"))
     assert (
         document["bomFormat"] == "CycloneDX"
-        and document["metadata"]["component"]["name"] == "archipelago"
+        and document["metadata"]["component"]["name"] == "archipelago-ddm"
     )
     listed = {
         (canonicalize_name(component["name"]), component["version"])
@@ -195,7 +195,7 @@ def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
     assert {
         (canonicalize_name(distribution.name), distribution.version)
         for distribution in distributions()
-    } - listed <= {("archipelago", PROJECT["version"])}
+    } - listed <= {("archipelago-ddm", PROJECT["version"])}
     assert str(ROOT) not in bill.read_text("utf-8")
 
 

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ddm.protocol.base import sha256_hex
+from ddm.system.version import DISTRIBUTION
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("images", "text")
@@ -65,7 +66,7 @@ def chosen_lock(*, cuda: bool) -> str:
     """Return the part of the project's locks that Archipelago needs at work."""
     known = blocks((ROOT / "requirements.lock").read_text("utf-8"))
     torch = blocks((ROOT / ("torch.lock" if cuda else "torch-cpu.lock")).read_text("utf-8"))
-    names = needed("archipelago", EXTRAS) - torch.keys()
+    names = needed(DISTRIBUTION, EXTRAS) - torch.keys()
     if missing := names - known.keys():
         sys.exit(f"No lock names {', '.join(sorted(missing))}; run `make lock` first.")
     return "".join([*(known[each] for each in sorted(names)), *torch.values()])
@@ -89,7 +90,7 @@ def build_wheel(folder: Path) -> Path:
         str(folder),
     ]
     subprocess.run(hatch, cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
-    (wheel,) = folder.glob("archipelago-*.whl")
+    (wheel,) = folder.glob("*.whl")
     return wheel
 
 
@@ -116,7 +117,7 @@ def build(folder: Path, *, cuda: bool) -> None:
         )
     wheel = build_wheel(folder)
     version = wheel.name.split("-")[1]
-    own = f"archipelago[{','.join(EXTRAS)}]=={version} \\\n    --hash=sha256:{sha256_hex(wheel.read_bytes())}\n"
+    own = f"{DISTRIBUTION}[{','.join(EXTRAS)}]=={version} \\\n    --hash=sha256:{sha256_hex(wheel.read_bytes())}\n"
     (folder / LOCK).write_text(_HEADING + own + lock, "utf-8")
 
 

@@ -21,12 +21,12 @@ from ddm.errors import SetupError, TransportError
 from ddm.fetching.address import HubAddress, is_loopback, url_problem
 from ddm.fetching.hosts import FetchLimits, SentFile
 from ddm.fetching.web import WebRequest, is_same_origin, open_url
+from ddm.system.version import DISTRIBUTION
 
 CARD_NAME = "README.md"
 # What the Hub itself puts into a repository, and needs there.
 _HUB_FILES = (".gitattributes",)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LIBRARY = "archipelago"
 
 
 def _check_endpoint() -> None:
@@ -61,7 +61,7 @@ class HubHost:
     def open(self, path: str, start: int) -> Iterator[SentFile]:
         """See `ddm.fetching.hosts.Host`."""
         url = hf_hub_url(self._address.repository, path, revision=self._revision)
-        headers = build_hf_headers(library_name=_LIBRARY)
+        headers = build_hf_headers(library_name=DISTRIBUTION)
         request = WebRequest(url, start, headers, _may_redirect, self._pin_commit)
         with open_url(request, self._limits) as sent:
             yield sent
@@ -113,7 +113,7 @@ def push_release(
         SetupError: HF_ENDPOINT leads to no address that may be used.
     """
     _check_endpoint()
-    api = HfApi(library_name=_LIBRARY)
+    api = HfApi(library_name=DISTRIBUTION)
     repository = address.repository
     try:
         api.create_repo(repository, private=is_private, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version as package_version
 from pathlib import Path
 
 import torch
@@ -241,7 +240,7 @@ def _sign_island(
         num_units=record.num_images,
         experts=(expert,),
         class_counts=class_counts,
-        software={package: package_version(package) for package in ("archipelago", "torch")},
+        software=software_versions(),
     )
     write_atomic(targets / submission_path(name), document.encode())
     submission = File.of(submission_path(name), targets / submission_path(name))

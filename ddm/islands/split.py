@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -520,7 +519,7 @@ def _split_record(data: DividedData, plan: Plan) -> Split:
         cite=owner.cite,
         training_from_seed=training_from_seed,
         islands=tuple(islands),
-        software={name: version(name) for name in ("archipelago", "torch")},
+        software=software_versions(),
     )
 
 

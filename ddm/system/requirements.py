@@ -8,18 +8,18 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ddm.system.findings import Finding
+from ddm.system.version import DISTRIBUTION
 
-_PROJECT = "archipelago"
 _REMEDY = "Reinstall Archipelago (make setup): it installs versions that it was tested with."
 
 
 def check_packages() -> Iterator[Finding]:
     """Yield what is not as this project's own metadata requires: Python and every package that no extra is for."""
     try:
-        requires = metadata.metadata(_PROJECT)["Requires-Python"] or ""
-        needed = [Requirement(text) for text in metadata.requires(_PROJECT) or ()]
+        requires = metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
+        needed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
-        yield Finding(_PROJECT, "an installed package", "files alone", "Install it: make setup.")
+        yield Finding(DISTRIBUTION, "an installed package", "files alone", "Install it: make setup.")
         return
     if platform.python_version() not in SpecifierSet(requires):
         yield Finding(

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from ddm.errors import ApprovalError
@@ -27,7 +26,7 @@ from ddm.protocol.submission import (
 )
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.statistics.of_plan import statistics_of
-from ddm.system.version import installed_version
+from ddm.system.version import software_versions
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.audit.report import check_waiver
@@ -118,7 +117,7 @@ def write_draft(
         approval=None,
         carry_over=terms.carry_over,
         serve_as_base=terms.serve_as_base,
-        software={"archipelago": installed_version(), "torch": version("torch")},
+        software=software_versions(),
     )
 
 

@@ -22,7 +22,7 @@ def test_wheelhouse_holds_what_its_lock_names_and_no_development_tool(wheelhouse
         wheel.name.split("-")[0].lower().replace("_", "-") for wheel in wheelhouse.glob("*.whl")
     }
     assert {name.lower().replace("_", "-").replace(".", "-") for name in named} >= held
-    assert {"archipelago", "torch", "flwr", "pydicom", "transformers"} <= held
+    assert {"archipelago-ddm", "torch", "flwr", "pydicom", "transformers"} <= held
     assert not held & {"pytest", "ruff", "mypy", "selenium", "hypothesis", "diffusers"}
     assert {path.suffix for path in wheelhouse.iterdir()} == {".whl", ".lock"}
 
@@ -64,12 +64,12 @@ def test_wheelhouse_installs_without_a_network_and_uninstalls_without_a_trace(
     listed = {
         component["name"].lower() for component in json.loads(bill.read_text("utf-8"))["components"]
     }
-    assert {"archipelago", "torch", "flwr"} <= listed and "pytest" not in listed
+    assert {"archipelago-ddm", "torch", "flwr"} <= listed and "pytest" not in listed
     site = tmp_path / "site"
     site.mkdir()
     (site / "silo.toml").write_text("kept")
     subprocess.run(
-        [*pip, "uninstall", "--yes", "archipelago"], check=True, capture_output=True, cwd=site
+        [*pip, "uninstall", "--yes", "archipelago-ddm"], check=True, capture_output=True, cwd=site
     )
     left = [path for name in PACKAGES for path in packages.glob(f"{name}*")] + list(
         packages.glob("archipelago*")

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +42,7 @@ from ddm.protocol.submission import (
 from ddm.protocol.weight_privacy import NoWeightPrivacy
 from ddm.statistics.base import StatisticSource
 from ddm.statistics.of_plan import statistics_of
-from ddm.system.version import installed_version
+from ddm.system.version import software_versions
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
@@ -232,5 +231,5 @@ class MadeUpSilo:
             ledger=LedgerHead(head_digest=digest, num_entries=1, chain=(digest,)),
             audit=AuditVerdict(verdict="waived", digest=digest, waiver=waiver),
             approval=Approval(kind="policy", at=now),
-            software={"archipelago": installed_version(), "torch": version("torch")},
+            software=software_versions(),
         )
