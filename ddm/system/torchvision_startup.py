@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Python reads such a file of an environment whenever it starts, and executes its lines (the module `site`).
 STARTUP_FILE = "archipelago_torchvision.pth"
+# pip leaves the file behind when it removes Archipelago, and no program may complain about that.
+_LINE = 'import importlib.util; importlib.util.find_spec("ddm") and importlib.import_module("ddm")\n'
 
 
 def operators_fit() -> bool:
@@ -40,7 +42,7 @@ def install_startup_file(folder: Path, *, fits: bool) -> bool:
     if fits:
         path.unlink(missing_ok=True)
         return False
-    path.write_text("import ddm\n", "utf-8")
+    path.write_text(_LINE, "utf-8")
     return True
 
 

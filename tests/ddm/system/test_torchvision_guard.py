@@ -53,6 +53,13 @@ def test_startup_file_goes_where_torchvision_fits_torch(tmp_path: Path) -> None:
     assert not (tmp_path / STARTUP_FILE).exists()
 
 
+def test_startup_file_is_silent_once_archipelago_is_removed(tmp_path: Path) -> None:
+    install_startup_file(tmp_path, fits=False)
+    # -S and -P: neither the environment's packages nor this repository are on the path, so there is no ddm.
+    ended = python(f"import site; site.addsitedir({str(tmp_path)!r})", "-S", "-P")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 @pytest.mark.skipif(operators_fit(), reason="torchvision fits torch here, and needs no guard")
 def test_without_the_guard_the_import_fails() -> None:
     # Without `site` no startup file is read; the folder of the packages is named instead.
