@@ -183,8 +183,8 @@ def typed(heading: str) -> str:
 
 def unattended(script: str) -> str:
     """Give commands the answers that a person at a terminal would type."""
-    # The whole digest stands for the code.
-    code = "$(sha256sum < $D/fed/tuf/metadata/1.root.json | cut -d' ' -f1)"
+    # The digest of the whole invitation stands for the six words of its code.
+    code = "$(sha256sum < $D/fed/invitation.json | cut -d' ' -f1)"
     script = script.replace("silo join ", f'silo join --yes --code "{code}" ')
     return script.replace("aggregator enroll ", "aggregator enroll --yes ")
 
