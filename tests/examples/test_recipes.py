@@ -198,7 +198,7 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
     (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
     result = run_command("aggregator", "plan", tiny.federation.path, "--recipe", recipe, "--public", public, "--yes",
                    "--passphrase-file", tmp_path / "pass")  # fmt: skip
-    assert result.code == 0, result.err
+    assert result.code == 0, result.out + result.err
     assert "each picture" in result.out
     plan, _ = tiny.federation.current_plan()
     tiny.take_part("north", plan.plan_id)

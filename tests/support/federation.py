@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from aggregator.setup import init_federation
 from ddm.images.array_files import open_arrays
 from ddm.io.settings import save_settings
 from ddm.planning.networks import open_networks, open_networks_beside
+from ddm.protocol.architecture import ArchitectureKind
 from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card
-from ddm.protocol.policy import PolicyLimits, PrivacyLimits
+from ddm.protocol.policy import PolicyLimits, PrivacyLimits, TrainingLimits
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Waiver
 from ddm.publishing.keys import load_key
@@ -51,7 +52,10 @@ POLICY: dict[str, Any] = {
     "approval": {"kind": "policy", "carry_over": True},
 }
 
-ALL_EPSILON = PrivacyLimits(unit="image", max_epsilon=1000.0)
+ALL_PLANS = PolicyLimits(
+    privacy=PrivacyLimits(unit="image", max_epsilon=1000.0),
+    training=TrainingLimits(architectures=get_args(ArchitectureKind)),
+)
 
 
 def recipe(**changes: object) -> Recipe:
@@ -208,7 +212,7 @@ class TinyFederation:
         make_card(site, key, patients=max_patients)
         # The card allows every plan, because tests give sites other policies afterwards.
         card = Card.parse(site.card_path.read_bytes(), subject="card.json").model_copy(
-            update={"limits": PolicyLimits(privacy=ALL_EPSILON)}
+            update={"limits": ALL_PLANS}
         )
         (self.path / f"{silo_id}.card.json").write_bytes(seal(card.encode(), CARD_KIND, key))
         enroll_silo(self.federation, self.path / f"{silo_id}.card.json")
