@@ -302,5 +302,4 @@ def test_nothing_private_is_exposed_when_a_whole_federation_runs_with_umask_000(
         (tmp_path / SILO / "courier" / "flwr").iterdir()
     )
     assert exposed_of_a_federation(operators.fed) == []
-    # Settings that a test writes by itself.
-    assert [line for line in exposed_of_a_site(tmp_path / SILO) if "policy.toml" not in line] == []
+    assert exposed_of_a_site(tmp_path / SILO) == []

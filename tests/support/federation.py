@@ -26,6 +26,7 @@ from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.setup import init_federation
 from ddm.images.array_files import open_arrays
+from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.planning.networks import open_networks, open_networks_beside
 from ddm.protocol.architecture import ArchitectureKind
@@ -158,6 +159,7 @@ def set_training(site: Site, **fields: object) -> None:
     training = settings.training.model_copy(update=fields)
     changed = settings.model_copy(update={"training": training})
     save_settings(changed, site.path / "silo.toml", "test")
+    open_to_group(site.path / "silo.toml", site.path)
 
 
 @dataclass(frozen=True)
