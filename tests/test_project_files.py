@@ -130,7 +130,11 @@ def test_locks_hold_every_direct_dependency_and_the_build_backend() -> None:
         re.match(r"[A-Za-z0-9_-]+", requirement)[0].lower().replace("_", "-")
         for requirement in [*named, *backend]
     }  # type: ignore[index]
-    assert names - pinned(LOCKS["requirements"]).keys() == {"archipelago-ddm", "torch", "torchvision"}
+    assert names - pinned(LOCKS["requirements"]).keys() == {
+        "archipelago-ddm",
+        "torch",
+        "torchvision",
+    }
 
 
 def test_everything_installed_is_in_a_lock() -> None:

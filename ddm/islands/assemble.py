@@ -39,6 +39,7 @@ from ddm.publishing.keys import load_key
 from ddm.publishing.signing import complete_version
 from ddm.publishing.staging import StagedVersion, stage_version
 from ddm.routers.base import Progress as RouterProgress
+from ddm.system.version import software_versions
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 

@@ -38,6 +38,7 @@ from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.statistics import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Statistics
+from ddm.system.version import software_versions
 
 # Shape legend: N images, K islands, G groups of fine centroids, C classes.
 

@@ -19,7 +19,9 @@ def check_packages() -> Iterator[Finding]:
         requires = metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
         needed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
-        yield Finding(DISTRIBUTION, "an installed package", "files alone", "Install it: make setup.")
+        yield Finding(
+            DISTRIBUTION, "an installed package", "files alone", "Install it: make setup."
+        )
         return
     if platform.python_version() not in SpecifierSet(requires):
         yield Finding(

@@ -10,7 +10,9 @@ from pathlib import Path
 # Python reads such a file of an environment whenever it starts, and executes its lines (the module `site`).
 STARTUP_FILE = "archipelago_torchvision.pth"
 # pip leaves the file behind when it removes Archipelago, and no program may complain about that.
-_LINE = 'import importlib.util; importlib.util.find_spec("ddm") and importlib.import_module("ddm")\n'
+_LINE = (
+    'import importlib.util; importlib.util.find_spec("ddm") and importlib.import_module("ddm")\n'
+)
 
 
 def operators_fit() -> bool:
