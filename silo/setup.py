@@ -126,7 +126,7 @@ def renew_address(site: Site, invitation: Invitation) -> bool:
             str(site.courier),
             expected="a user who may write the files of worker and courier",
             got="a folder of another user",
-            remedy="Give this command as root, then give both users their files again (docs/how-to/two-users.md).",
+            remedy="Give this command as root, then give both users their files again (docs/how-to/install.md).",
         )
     ca_path = site.courier / "ca.pem"
     if is_same_address and ca_path.read_bytes() == certificate:

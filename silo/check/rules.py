@@ -265,7 +265,7 @@ def _isolation(facts: SiteFacts) -> Iterator[Finding]:
             "worker and courier",
             expected="two users",
             got="one user for both: nothing keeps the courier from the data",
-            remedy="Give the courier a user of its own: docs/how-to/two-users.md.",
+            remedy="Give the courier a user of its own: docs/how-to/install.md.",
             level="warn",
         )
 

@@ -90,10 +90,10 @@ def _next_steps(out: Path, kind: Kind) -> str:
     if kind is Kind.SYSTEMD:
         return (
             f"As root, after reading them: sh {out / 'prepare.sh'}; cp {out}/*.service /etc/systemd/system/; "
-            "systemctl daemon-reload; systemctl enable --now of the two units (docs/how-to/two-users.md)."
+            "systemctl daemon-reload; systemctl enable --now of the two units (docs/how-to/install.md)."
         )
     return (
         f"As the site's owner: make wheelhouse, copy its folder to {out}/wheelhouse, podman build there; "
         f"mkdir -p ~/.config/systemd/user; cp {out}/*.service ~/.config/systemd/user/; systemctl --user enable --now "
-        "of the two units (docs/how-to/containers.md)."
+        "of the two units (docs/how-to/install.md)."
     )

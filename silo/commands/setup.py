@@ -266,5 +266,5 @@ def _isolation_advice(site: Site) -> str:
         return ""
     return (
         " (only two users, one for the worker and one for the "
-        "courier, enforce the boundary: docs/how-to/two-users.md)"
+        "courier, enforce the boundary: docs/how-to/install.md)"
     )
