@@ -46,12 +46,13 @@ from ddm.trust.drafts import Delegates, draft_targets
 from ddm.trust.envelope import _Envelope, open_sealed, seal
 from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
-from ddm.trust.log.checkpoint import Checkpoint, open_checkpoint, sign_checkpoint
+from ddm.trust.log.checkpoint import Checkpoint, cosign, open_checkpoint, sign_checkpoint
 from ddm.trust.log.entries import MAX_ENTRY_BYTES, SiloEnrolled, encode_entry, parse_entry
 from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
-from ddm.trust.log.note import SignedNote, VerifierKey
+from ddm.trust.log.note import COSIGNATURE, SignedNote, VerifierKey
 from ddm.trust.log.proof import ConsistencyProofs, InclusionProof
 from ddm.trust.log.tiles import encode_bundle, parse_bundle
+from ddm.trust.log.witness import add_cosignatures, parse_size
 from ddm.trust.metadata import (
     LIMITS,
     METADATA_LIFE,
@@ -453,6 +454,9 @@ def log_parsers() -> Mapping[str, ParserCase]:
     signed = sign_checkpoint(Checkpoint(key.name, len(leaves), root_hash(leaves)), KEY)
     proof = InclusionProof(1, tuple(inclusion_proof(leaves, 1)), signed.encode())
     refusals = (FormatError, TrustError)
+    witness = VerifierKey("witness.example/one", NEXT_KEY.public, COSIGNATURE)
+    cosigned = cosign(signed, witness.name, NEXT_KEY, time=1_790_000_000)
+    answer = str(cosigned.note.signatures[-1]).encode()
 
     def checked(data: bytes) -> object:
         return InclusionProof.parse(data, "proof").check(lines[1], [key], "proof")
@@ -482,6 +486,10 @@ def log_parsers() -> Mapping[str, ParserCase]:
             lambda data: parse_bundle(data, 3, "bundle"),
             encode_parsed=encode_bundle,
         ),
+        "witness's answer": ParserCase(
+            answer, lambda data: add_cosignatures(signed, data, witness, "answer"), refusals
+        ),
+        "witness's size": ParserCase(b"3\n", lambda data: parse_size(data, "answer"), refusals),
     }
 
 
