@@ -90,7 +90,8 @@ def build_wheel(folder: Path) -> Path:
         str(folder),
     ]
     subprocess.run(hatch, cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
-    (wheel,) = folder.glob("*.whl")
+    # In the name of a wheel a distribution has underscores.
+    (wheel,) = folder.glob(f"{DISTRIBUTION.replace('-', '_')}-*.whl")
     return wheel
 
 
