@@ -31,7 +31,8 @@ time t and followed back is an image-to-image translation, and noise beside know
 
 The parts are in `ddm.sampling`: `mixture` mixes velocities, `guidance` computes what a condition changes, `strategies`
 selects experts, `start` says where samples begin, `trajectories` integrates them from there to data with a solver of
-`ddm.diffusion.solver`, `inpainting` does so beside known pixels, and `samples` holds and saves them.
+`ddm.diffusion.solver`, `inpainting` does so beside known pixels, `likelihood` follows trajectories backwards for the
+density of images, and `samples` holds and saves samples.
 `ddm.open_ensemble` verifies a published release and builds an `Ensemble` from it.
 
 Source:
@@ -48,9 +49,10 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import Experts, LinearPath, Path
-from ddm.diffusion.solver import solver_step
+from ddm.diffusion.solver import solver_step, uniform_times
 from ddm.encoders.autoencoder import Identity, Latent
-from ddm.errors import ShapeError
+from ddm.errors import MathError, ShapeError
+from ddm.io.array_input import real_tensor, whole_number
 from ddm.protocol.architecture import Condition, NoCondition
 from ddm.routers.base import Router, log_prior
 from ddm.sampling.expert_cache import move_experts
@@ -63,13 +65,31 @@ from ddm.sampling.guidance import (
     class_names,
 )
 from ddm.sampling.inpainting import Inpainting, KnownRegion, MaskedImages, inpainting_generators
+from ddm.sampling.likelihood import (
+    DEFAULT_LIKELIHOOD_OPTIONS,
+    DensityIntegrator,
+    Likelihood,
+    LikelihoodOptions,
+    dequantize,
+    draw_probes,
+    likelihood_step,
+    unit_vectors,
+    width_of_bins,
+    with_recomputed_experts,
+)
 from ddm.sampling.mixture import Mixture, mix_velocity
 from ddm.sampling.options import DEFAULT_OPTIONS, SamplingOptions
 from ddm.sampling.precision import CastExperts, check_dtype
 from ddm.sampling.progress import sampling_progress
 from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.samples import Samples, check_finite
-from ddm.sampling.start import InitialState, at_times, make_initial_state
+from ddm.sampling.start import (
+    InitialState,
+    at_times,
+    check_tensor,
+    make_initial_state,
+    sample_numbers,
+)
 from ddm.sampling.strategies import (
     Full,
     Lock,
@@ -451,6 +471,101 @@ class Ensemble:
         # The decoded latents differ from the images even where these are known.
         completed = torch.where(masked.mask, masked.images.to(drawn.images), drawn.images)
         return replace(drawn, images=completed)
+
+    # What is made in a caller's inference mode could not be differentiated.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compute_likelihood(
+        self,
+        images: Tensor,
+        *,
+        strategy: str | Strategy = "full",
+        steps: int = 25,
+        num_probes: int = 2,
+        seed: int = 0,
+        condition: ConditionValue | str | None = None,
+        guidance: float = 0.0,
+        prior: Sequence[float] | None = None,
+        progress: bool = True,
+        options: LikelihoodOptions = DEFAULT_LIKELIHOOD_OPTIONS,
+    ) -> Likelihood:
+        """Compute the density of images among what the ensemble draws; see `ddm.sampling.likelihood`.
+
+        Image i has random streams of its own, so its numbers do not depend on `chunk_size`, except for rounding.
+
+        >>> from ddm.ensemble import Ensemble
+        >>> import torch
+        >>> def silo(x, t):  # whose data are normal around 0 with a standard deviation of 1
+        ...     t = t[:, None]
+        ...     return (2 * t - 1) / ((1 - t) ** 2 + t**2) * x
+        >>> ensemble = Ensemble([silo], None, [1.0], shape=(2,))
+        >>> ensemble.compute_likelihood(torch.zeros(1, 2)).log_density_N  # -log(2 pi)
+        tensor([-1.8379], dtype=torch.float64)
+
+        Args:
+            images: in the data's range, shape (N, C, H, W) or (N, C, D, H, W); encoded where experts work on latents,
+                and then the density is that of the latents.
+            strategy: full, or lock with t_lock = 1, for which the density is the experts' own, mixed by the prior.
+            steps: solver steps, evenly spaced in t; the default solver evaluates four times in each.
+            num_probes: Hutchinson's estimates for each image, each at the cost of one backward pass an evaluation.
+            seed: any integer >= 0; draws the probes and the noise of `options.levels`.
+            condition: see `sample`, as for the next two.
+            guidance: g; the density is that of guided samples.
+            prior: weights in place of the ensemble's own.
+            progress: whether a bar is shown, in a terminal or a notebook; `options.on_progress` takes its place.
+            options: what is seldom changed: the solver, the exact trace, whole numbers, and more.
+
+        Raises:
+            MathError: an argument out of range, arguments that do not go together, a strategy without a density, or an
+                expert or router that cannot be differentiated.
+            ShapeError: images of another shape, or as many conditions as images are needed.
+            NumericalError: images or densities that are not finite.
+        """
+        x_0 = self.latent.encode(real_tensor(images, "images"))
+        check_tensor("images", x_0, self.shape)
+        num_images = len(x_0)
+        num_dims = prod(self.shape)
+        num_probes = whole_number(num_probes, "num_probes", least=1)
+        numbers = sample_numbers(options.numbers, num_images) or range(num_images)
+        resolved_seed = resolve_seed(seed, None)
+        bin_width = 1.0
+        if options.levels is not None:
+            if not isinstance(self.latent, Identity):
+                got = "experts that work on latents, which have no levels"
+                raise MathError("levels", expected="None", got=got)
+            bin_width = width_of_bins(x_0, options.levels, self.value_range)
+            x_0 = dequantize(x_0, numbers, bin_width, resolved_seed)
+
+        request = ConditionRequest(prior, condition, options.condition_prior, guidance)
+        mixture = self._mixture(request, num_images, options.dtype)
+        resolved_strategy = resolve_strategy(strategy, None)
+        times = uniform_times(whole_number(steps, "steps", least=1))[::-1]
+        num_steps = num_images * steps
+        if resolved_strategy.keeps_first_expert:
+            # Each expert has trajectories of its own.
+            num_steps *= int(mixture.active_K.sum())
+        on_progress = options.on_progress
+        densities = []
+        with sampling_progress(on_progress, is_shown=progress, label="likelihood") as report:
+            integrator = DensityIntegrator(
+                mixture=with_recomputed_experts(mixture),
+                path=self.path,
+                strategy=resolved_strategy,
+                times=times,
+                step=likelihood_step(options.solver, self.path),
+                is_exact=options.exact,
+                report_step=step_reporter(report, num_steps),
+            )
+            for first in range(0, num_images, self.chunk_size):
+                rows = slice(first, first + self.chunk_size)
+                x_0_B = x_0[rows].to(self.device, mixture.experts.dtype)
+                if options.exact:
+                    probe_BPD = unit_vectors(len(x_0_B), num_dims)
+                else:
+                    probe_BPD = draw_probes(numbers[rows], num_dims, num_probes, resolved_seed)
+                log_density_BP = integrator.of(rows).log_density(x_0_B, probe_BPD.to(x_0_B))
+                densities.append(log_density_BP.cpu())
+        return Likelihood.of(torch.cat(densities), num_dims, bin_width, is_exact=options.exact)
 
     def _samples_in_flight(self, num_moves: int) -> int:
         """Return how many samples are integrated at the same time."""

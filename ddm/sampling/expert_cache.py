@@ -48,7 +48,9 @@ class LazyExperts:
             room_bytes = self._memory_bytes - self._sizes[k]
             while self._loaded and self.loaded_bytes > room_bytes:
                 self._loaded.popitem(last=False)
-            self._loaded[k] = self._load(k)
+            # Sampling runs in inference mode, and weights that were made in it could never be differentiated through.
+            with torch.inference_mode(False):
+                self._loaded[k] = self._load(k)
         self._loaded.move_to_end(k)
         return self._loaded[k]
 

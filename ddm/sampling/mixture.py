@@ -141,8 +141,12 @@ class Branch:
         if is_pure_noise or int(log_prior_BK.isfinite().sum(1).max()) == 1:
             return log_prior_BK.log_softmax(1)
         if self.router is None:
-            got = "an ensemble without a router"
-            raise MathError("mixture at t < 1", expected="a router", got=got)
+            raise MathError(
+                "mixture at t < 1",
+                expected="a router",
+                got="an ensemble without a router",
+                remedy="Use an ensemble that has a router; the strategy lock with t_lock = 1 needs none.",
+            )
         chunks = []
         # Differences of large log-likelihoods decide the posterior, and bfloat16 would round them away.
         with full_precision(x_B):

@@ -12,12 +12,15 @@ _REDRAW_S = 0.1
 
 
 @contextmanager
-def sampling_progress(on_progress: Report | None, *, is_shown: bool) -> Iterator[Report | None]:
+def sampling_progress(
+    on_progress: Report | None, *, is_shown: bool, label: str = "sampling"
+) -> Iterator[Report | None]:
     """Yield what is called after each step: the caller's own function, or else a bar where somebody can see it.
 
     Args:
         on_progress: the caller's.
         is_shown: whether a bar is wanted at all. Standard error must be a terminal as well, or this a notebook.
+        label: stands before the bar.
     """
     # Looked at before rich is imported, which takes longer than to draw a few small samples.
     has_viewer = sys.stderr.isatty() or "ipykernel" in sys.modules
@@ -30,7 +33,7 @@ def sampling_progress(on_progress: Report | None, *, is_shown: bool) -> Iterator
     console = Console(stderr=True)
     drawn_at = 0.0
     with Progress(console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("sampling", total=None)
+        task = bar.add_task(label, total=None)
 
         def advance(completed: int, total: int) -> None:
             nonlocal drawn_at

@@ -76,6 +76,9 @@ def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         ShapeError: samples of another shape, or not one time for each.
     """
     samples_B = real_tensor(x_B, "x")
+    if isinstance(x_B, Tensor):
+        # With its gradient, for a caller who differentiates the velocity or the posterior in x.
+        samples_B = x_B
     times_B = real_tensor(t_B, "t")
     if tuple(samples_B.shape[1:]) != tuple(shape):
         sides = ", ".join(map(str, shape))
@@ -113,12 +116,12 @@ def make_initial_state(
             tensors[name] = real_tensor(values, name)
     times = _times(options, steps, tensors)
     for name, tensor in tensors.items():
-        _check_tensor(name, tensor, shape)
+        check_tensor(name, tensor, shape)
     num_samples = _num_samples(lengths, tensors)
     return InitialState(
         num_samples=num_samples,
         times=times,
-        numbers=_numbers(options.numbers, num_samples),
+        numbers=sample_numbers(options.numbers, num_samples),
         x=tensors.get("x"),
         x_0=tensors.get("x_0"),
         noise=tensors.get("noise"),
@@ -187,8 +190,12 @@ def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor
     return whole_number(num_samples, "num", least=1)
 
 
-def _numbers(numbers: Sequence[int] | None, num_samples: int) -> Sequence[int]:
-    """Return the numbers of the samples, empty for 0 to N - 1."""
+def sample_numbers(numbers: Sequence[int] | None, num_samples: int) -> Sequence[int]:
+    """Return the numbers of the samples, empty for 0 to N - 1.
+
+    Raises:
+        MathError: another number of them, or a number below 0.
+    """
     if numbers is None:
         return ()
     checked_numbers = [int(number) for number in numbers]
@@ -199,7 +206,18 @@ def _numbers(numbers: Sequence[int] | None, num_samples: int) -> Sequence[int]:
     return checked_numbers
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+def check_tensor(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Refuse a caller's tensor that does not hold finite samples.
+
+    Args:
+        name: of the argument.
+        tensor: the caller's.
+        shape: of one sample.
+
+    Raises:
+        ShapeError: another shape, no samples, or no floating point.
+        NumericalError: NaN or infinity.
+    """
     tensor_shape = tuple(tensor.shape)
     fits = tensor.dim() == len(shape) + 1 and tensor_shape[1:] == tuple(shape)
     is_empty = prod(tensor_shape) == 0

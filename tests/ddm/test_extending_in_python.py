@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from ddm.errors import MathError, ShapeError
 from ddm.protocol.weight_privacy import DpSgd
 from ddm.routers.classifier import ClassifierRouter
 from ddm.training.private import make_private
+from tests.support.case import case
 from tests.support.gaussian_mixture import four_silos
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "extend-in-python.md"
@@ -55,12 +58,89 @@ def test_solver_of_the_page_arrives_at_the_data(names: dict[str, Any]) -> None:
     assert 0 <= fid.value < 1
 
 
+def share_of_page(x: torch.Tensor, t: float = 0.0) -> torch.Tensor:
+    """The distribution function of the first value of the page's data at a time."""
+    deviation = sqrt((1 - t) ** 2 * 0.1**2 + t**2)
+    parts = [torch.special.ndtr((x - (1 - t) * mean) / deviation) for mean in (-1.0, 1.0)]
+    return (parts[0] + parts[1]) / 2
+
+
+def distance_from_page(images: torch.Tensor, t: float = 0.0) -> float:
+    """Kolmogorov's distance, in its standard deviations: above 1.95 once in a thousand."""
+    values = images[:, 0].double().sort().values
+    num = len(values)
+    share = share_of_page(values, t)
+    steps = torch.arange(num + 1).double() / num
+    distance = torch.maximum(share - steps[:-1], steps[1:] - share).max()
+    return float(distance) * sqrt(num)
+
+
+def test_adaptive_solver_of_the_page_agrees_with_many_small_steps(names: dict[str, Any]) -> None:
+    options = SamplingOptions(solver="rk4")
+    fine = names["ensemble"].sample(100, steps=200, progress=False, options=options)
+    torch.testing.assert_close(names["adaptive"].images, fine.images, atol=1e-3, rtol=0)
+
+
+def test_churn_of_the_page_keeps_the_distribution_and_the_sample_of_a_number(
+    names: dict[str, Any],
+) -> None:
+    sample = names["sample_with_churn"]
+    for churn in (0.0, 0.2, 0.4):
+        with case(churn=churn):
+            drawn = sample(names["ensemble"], 3000, churn)
+            assert distance_from_page(drawn.images) < 1.95
+            assert abs(float(drawn.images.abs().std()) - 0.1) < 0.006
+    # Under the mixture, samples change sides where the noise is renewed.
+    mixed = replace(names["routed"], chunk_size=512)
+    assert distance_from_page(sample(mixed, 1000, 0.4).images) < 1.95
+    few = sample(names["ensemble"], 5, 0.4).images
+    torch.testing.assert_close(few, drawn.images[:5])
+    unlike = sample(names["ensemble"], 5, 0.4, seed=1).images
+    assert not torch.allclose(few, unlike, atol=1e-2)
+    # The step goes too far where no noise brings the sample back.
+    page = HOW_TO.read_text("utf-8")
+    block = next(block for block in BLOCKS if "def sample_with_churn" in block)
+    assert "callback=add_noise, " in page
+    namespace = dict(names)
+    exec(block.replace("callback=add_noise, ", ""), namespace)
+    assert float(namespace["churned"].images.abs().std()) < 0.09
+
+
+def test_times_of_the_page_are_those_of_edm_and_reach_the_data(names: dict[str, Any]) -> None:
+    sigmas = [t / (1 - t) for t in names["edm_times"]]
+    # Karras et al. 2022, equation 5, written out.
+    for number, sigma in enumerate(sigmas):
+        root = 80 ** (1 / 7) + number / 23 * (0.002 ** (1 / 7) - 80 ** (1 / 7))
+        assert sigma == pytest.approx(root**7, rel=1e-6)
+    assert distance_from_page(names["spaced"].images) < 1.95
+
+
+def test_autoguidance_of_the_page_narrows_the_data_as_the_closed_form_says(
+    names: dict[str, Any],
+) -> None:
+    """Deviations of normal data are multiplied along the way: s_good^w / s_worse^(w - 1)."""
+    spread = names["sharper"].images.abs() - 1
+    assert float(spread.std()) == pytest.approx(0.1**2 / 0.2, rel=0.08)
+    assert abs(float(spread.mean())) < 0.01
+    pairs = names["pairs"]
+    for weight, deviation in ((1.0, 0.1), (1.5, 0.1**1.5 / 0.2**0.5)):
+        experts = [names["Autoguided"](good, worse, weight) for good, worse in pairs]
+        drawn = replace(names["ensemble"], experts=experts).sample(500, progress=False)
+        assert float((drawn.images.abs() - 1).std()) == pytest.approx(deviation, rel=0.08)
+
+
+def test_gradient_of_the_page_leads_towards_its_aim(names: dict[str, Any]) -> None:
+    assert bool((names["gradient_B"] < 0).all())
+
+
 @pytest.mark.slow
 def test_examples_of_the_page_are_typed(tmp_path: Path) -> None:
     page = tmp_path / "page.py"
     page.write_text("\n".join(BLOCKS))
     # Without the project's settings, whose strictness refuses calls of torch itself.
-    words = [sys.executable, "-m", "mypy", "--config-file=", "--disallow-untyped-defs", str(page)]
+    words = [sys.executable, "-m", "mypy", "--config-file=", "--disallow-untyped-defs"]
+    # SciPy has no types of its own.
+    words += ["--ignore-missing-imports", str(page)]
     finished = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout
 

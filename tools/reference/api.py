@@ -34,6 +34,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.evaluation.measuring.evaluate",
         "ddm.evaluation.measuring.Evaluation",
         "ddm.evaluation.intervals.Estimate",
+        "ddm.sampling.likelihood.LikelihoodOptions",
+        "ddm.sampling.likelihood.Likelihood",
     ),
     "Strategies": (
         "ddm.sampling.strategies.Strategy",
