@@ -378,7 +378,7 @@ class Ensemble:
         if callback is not None:
             # It sees all samples after each step.
             chunk_size = num_samples
-        resolved_seed = resolve_seed(seed, options.generator)
+        resolved_seed = resolve_seed(seed, options.generator, options.seeds, num_samples)
         with sampling_progress(options.on_progress, is_shown=progress) as on_progress:
             trajectories = Trajectories(
                 mixture=mixture,
@@ -592,14 +592,15 @@ class Ensemble:
         """Draw the samples of these rows."""
         trajectories = run.trajectories.of(rows)
         numbers = run.initial_state.numbers_of(rows)
-        noise, uniform = draw_noise(numbers, self.shape, run.seed, run.num_moves)
+        seed = run.seed_of(rows)
+        noise, uniform = draw_noise(numbers, self.shape, seed, run.num_moves)
         # Drawn on the CPU, whose random numbers are the same on every machine.
         noise = noise.to(self.device, trajectories.dtype)
         uniform = uniform.to(self.device)
         x = run.initial_state.at(rows, noise, self.path)
         if run.known is None:
             return trajectories.integrate(x, uniform, rows.start)
-        generators = inpainting_generators(run.seed, numbers)
+        generators = inpainting_generators(seed, numbers)
         inpainting = Inpainting(trajectories, self.path, run.known.of(rows), generators)
         return inpainting.integrate(x, uniform, rows.start)
 
@@ -636,12 +637,18 @@ class _SamplingRun:
         trajectories: of all samples.
         initial_state: where they begin.
         known: the part of them that is given.
-        seed: of their random streams.
+        seed: of their random streams, or one for each.
         num_moves: how often each sample moves.
     """
 
     trajectories: Trajectories
     initial_state: InitialState
     known: KnownRegion | None
-    seed: int
+    seed: int | Sequence[int]
     num_moves: int
+
+    def seed_of(self, rows: range) -> int | Sequence[int]:
+        """Return the seed of the samples in these rows, or one for each."""
+        if isinstance(self.seed, int):
+            return self.seed
+        return self.seed[rows.start : rows.stop]

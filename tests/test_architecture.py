@@ -23,7 +23,8 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ROOMS = {
     "ddm": {
         "cli": "distillation encoders ensemble errors evaluation export fetching footprint images io islands loading "
-        "models protocol publishing sampling system training trust",
+        "models pages protocol publishing sampling serving system training trust",
+        "serving": "diffusion encoders ensemble errors io loading pages protocol sampling system",
         "export": "diffusion distillation encoders ensemble errors footprint io loading models pages protocol "
         "routers sampling system",
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
@@ -297,6 +298,12 @@ def test_commands_pull_in_the_clients_of_hosts_only_where_a_host_is_named() -> N
     import_one_after_another(*LIGHT, without="huggingface_hub tuf.ngclient")
     with pytest.raises(AssertionError, match=r"ddm\.fetching\.opening imports"):
         import_one_after_another("ddm.fetching.opening", without="tuf.ngclient")
+
+
+def test_library_and_its_commands_pull_in_no_web_server() -> None:
+    import_one_after_another("ddm", "ddm.cli.main", without="starlette uvicorn")
+    with pytest.raises(AssertionError, match=r"ddm\.pages\.serving imports"):
+        import_one_after_another("ddm.pages.serving", without="uvicorn")
 
 
 def test_protocol_pulls_in_neither_torch_nor_flower() -> None:

@@ -22,9 +22,15 @@ from starlette.routing import Route
 from aggregator.config import Federation
 from aggregator.monitoring.labels import page_values
 from aggregator.monitoring.status import FederationStatus, read_status
-from ddm.errors import ArchipelagoError, PolicyError, SetupError
+from ddm.errors import ArchipelagoError, SetupError
 from ddm.pages.render import render
-from ddm.pages.serving import HostFilter, listening, run_server, server_of
+from ddm.pages.serving import (
+    HostFilter,
+    check_exposure,
+    listening,
+    run_server,
+    server_of,
+)
 from ddm.protocol.base import now_utc
 
 REFRESH_S = 5
@@ -53,13 +59,11 @@ def parse_address(text: str, *, expose: bool) -> tuple[str, int]:
     except ValueError as error:
         expected = "HOST:PORT with an IP address or localhost, for example 127.0.0.1:8765"
         raise SetupError("--address", expected=expected, got=ascii(text[:100])) from error
-    if not (address.is_loopback or expose):
-        raise PolicyError(
-            f"address {address}",
-            expected="a loopback address, or --expose",
-            got="an address that others can reach",
-            remedy="Better forward the port over SSH: ssh -L 8765:127.0.0.1:8765 HOST. The page asks for no password.",
-        )
+    check_exposure(
+        address,
+        expose=expose,
+        remedy="Better forward the port over SSH: ssh -L 8765:127.0.0.1:8765 HOST. The page asks for no password.",
+    )
     return str(address), number
 
 

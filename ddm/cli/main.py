@@ -23,6 +23,7 @@ from ddm.cli.options import (
 from ddm.cli.push import push
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
+from ddm.cli.serve import serve
 from ddm.cli.split import split
 from ddm.cli.train import train
 from ddm.cli.witnesses import QuorumOption, WitnessOption, read_witnesses
@@ -260,6 +261,7 @@ app.command("fetch")(fetch)
 app.command("push")(push)
 app.command("log")(log)
 app.command("sample")(sample)
+app.command("serve")(serve)
 app.command("evaluate")(evaluate)
 app.command("distill")(distill)
 app.command("sample-student")(sample_student)

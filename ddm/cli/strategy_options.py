@@ -10,6 +10,7 @@ import typer
 from ddm.cli.options import HOW
 from ddm.cli.settings import DrawingSettings
 from ddm.errors import SetupError
+from ddm.sampling.silo_weights import silos_with_data, weights_of_experts
 from ddm.sampling.strategies import STRATEGIES, strategy_named
 
 if TYPE_CHECKING:
@@ -121,28 +122,11 @@ def read_priors(
 def expert_weights(
     flag: str, text: str, silo_ids: list[str], data_prior: list[float]
 ) -> list[float]:
-    """Return a weight for each expert; a silo's goes to its experts in proportion to their data, if it has any."""
-    if text == "data":
-        return data_prior
-    silo_shares = dict.fromkeys(silo_ids, 0.0)
-    for silo_id, prior in zip(silo_ids, data_prior, strict=True):
-        silo_shares[silo_id] += prior
-    # A silo whose experts have no data has no share that could be weighed.
-    silos_with_data = [silo_id for silo_id, share in silo_shares.items() if share > 0]
-    if text == "equal":
-        silo_weights = dict.fromkeys(silos_with_data, 1.0)
-    else:
-        silo_weights = _read_silo_weights(flag, text, silos_with_data)
-
-    total = sum(silo_weights.values())
-    weights = []
-    for silo_id, prior in zip(silo_ids, data_prior, strict=True):
-        silo_weight = silo_weights.get(silo_id, 0.0)
-        if silo_weight == 0.0:
-            weights.append(0.0)
-        else:
-            weights.append(silo_weight / total * prior / silo_shares[silo_id])
-    return weights
+    """Return a weight for each expert, as an option states the weights of silos; see `ddm.sampling.silo_weights`."""
+    if text in ("data", "equal"):
+        return weights_of_experts(text, silo_ids, data_prior)
+    silo_weights = _read_silo_weights(flag, text, silos_with_data(silo_ids, data_prior))
+    return weights_of_experts(silo_weights, silo_ids, data_prior)
 
 
 def _read_silo_weights(flag: str, text: str, silo_ids: list[str]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Counter-based random streams: the numbers of sample i, or of training step i, whatever ran before."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,3 +28,19 @@ def stream(
     # Philox takes a key of 128 bits.
     key = np.frombuffer(digest[:16], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
+
+
+def streams(
+    purpose: str, seed: int | Sequence[int], indices: Sequence[int]
+) -> list[np.random.Generator]:
+    """Return the generators of several samples; see `stream`.
+
+    Args:
+        purpose: what the numbers are for.
+        seed: of all samples, or one for each of them.
+        indices: the samples.
+    """
+    seeds = [seed] * len(indices) if isinstance(seed, int) else seed
+    return [
+        stream(purpose, own_seed, index) for own_seed, index in zip(seeds, indices, strict=True)
+    ]

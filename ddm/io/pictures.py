@@ -154,6 +154,40 @@ class _Marks:
         return self.basic | {"Class": self.classes[index]}
 
 
+def _marks(release: str, classes: Sequence[str]) -> _Marks:
+    basic_marks = {"Synthetic": "true", "Software": "Archipelago"}
+    if release:
+        basic_marks["Release"] = release
+    return _Marks(basic_marks, classes)
+
+
+def encode_samples(
+    images: "Tensor",
+    owners: Sequence[int],
+    ending: str,
+    release: str = "",
+    classes: Sequence[str] = (),
+    value_range: tuple[float, float] = (-1.0, 1.0),
+) -> bytes:
+    """Return the content of one file that holds all samples, marked as synthetic.
+
+    Args:
+        images: see `write_samples`, as for the others.
+        owners: the expert of each sample.
+        ending: one of `ENDINGS`.
+        release: digest of a manifest.
+        classes: the requested class of each sample.
+        value_range: the data's.
+    """
+    images = images.clamp(*value_range)
+    marks = _marks(release, classes)
+    if ending == ".png":
+        return _encode_png(grid(images, owners, value_range=value_range), marks.of_all())
+    if ending == ".npz":
+        return _encode_npz(images, owners, release, classes)
+    return _encode_volumes(images, marks.of_all(), compress=ending == ".nii.gz")
+
+
 def write_samples(
     images: "Tensor",
     owners: Sequence[int],
@@ -180,25 +214,19 @@ def write_samples(
         SetupError: as `prepare_output` raises it.
     """
     prepare_output(out, images.shape[1:])
-    images = images.clamp(*value_range)
-    basic_marks = {"Synthetic": "true", "Software": "Archipelago"}
-    if release:
-        basic_marks["Release"] = release
-    marks = _Marks(basic_marks, classes)
     ending = _ending(out)
-    if ending in (".nii", ".nii.gz"):
-        compress = ending == ".nii.gz"
-        write_atomic(out, _encode_volumes(images, marks.of_all(), compress=compress))
+    if ending:
+        encoded = encode_samples(images, owners, ending, release, classes, value_range)
+        write_atomic(out, encoded)
+        if ending == ".png":
+            return "a grid"
+        if ending == ".npz":
+            dtype = str(images.dtype).removeprefix("torch.")
+            low, high = value_range
+            return f"{dtype} images in [{low:g}, {high:g}]"
         return "volumes in one file"
-    if ending == ".png":
-        drawn = grid(images, owners, value_range=value_range)
-        write_atomic(out, _encode_png(drawn, marks.of_all()))
-        return "a grid"
-    if ending == ".npz":
-        write_atomic(out, _encode_npz(images, owners, release, classes))
-        dtype = str(images.dtype).removeprefix("torch.")
-        low, high = value_range
-        return f"{dtype} images in [{low:g}, {high:g}]"
+    images = images.clamp(*value_range)
+    marks = _marks(release, classes)
     if images.dim() == 5:
         for index in range(len(images)):
             volume = images[index : index + 1]

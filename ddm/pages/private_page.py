@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -20,7 +21,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddm.errors import ArchipelagoError
-from ddm.pages.serving import CONNECTION_S, HostFilter, listening, run_server, server_of
+from ddm.pages.serving import (
+    PAGE_LIMITS,
+    ConnectionLimits,
+    HostFilter,
+    listening,
+    run_server,
+    server_of,
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 Routes = Callable[[Callable[[], None]], tuple[Sequence[Route], Mapping[str, Handler]]]
@@ -32,14 +40,16 @@ _CONTENT = "script-src 'self'; style-src 'self'; img-src 'self' data:; connect-s
 
 
 def serve_private_page(
-    make_routes: Routes, on_listening: Callable[[str], None], connection_s: float = CONNECTION_S
+    make_routes: Routes,
+    on_listening: Callable[[str], None],
+    limits: ConnectionLimits = PAGE_LIMITS,
 ) -> None:
     """Serve a page until its own code ends it.
 
     Args:
         make_routes: what it answers; a change is sent as JSON, by POST.
         on_listening: called with the page's address, which is a secret.
-        connection_s: most seconds of one connection.
+        limits: what clients may take up.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
@@ -53,7 +63,7 @@ def serve_private_page(
             servers[0].should_exit = True
 
         routes, changes = make_routes(end)
-        servers.append(server_of(_app(routes, changes, url.rstrip("/"), token), connection_s))
+        servers.append(server_of(_app(routes, changes, url.rstrip("/"), token), limits))
         on_listening(f"{url}{token}/")
         run_server(servers[0], listener)
 
@@ -82,12 +92,16 @@ def json_response(content: Mapping[str, Any]) -> Response:
 
 
 async def body_of(request: Request) -> bytes:
-    """Return what was sent; nothing where it is too much."""
+    """Return what was sent.
+
+    Raises:
+        HTTPException: it is too much.
+    """
     body = b""
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BODY_BYTES:
-            return b""
+            raise HTTPException(413, f"The request has more than {_MAX_BODY_BYTES} bytes.")
     return body
 
 

@@ -11,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,18 +19,11 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ddm.errors import BusyError
+from ddm.errors import BusyError, PolicyError
 from ddm.system.peers import users_at, written
 
-_MAX_CONNECTIONS = 32
-# Connections of others than this process's own user: of one user or address, and of all of them. A browser opens six.
-_MAX_OF_ONE_PEER = 8
-_MAX_OF_PEERS = 16
 # The kernel's table is read in pieces. Where connections come and go meanwhile, one that lasts may be missing in it.
 _MAX_LOOKS = 5
-CONNECTION_S = 10.0
-# A browser on the same machine sends its request within milliseconds of connecting.
-_HEAD_S = 3.0
 _MAX_HEAD_BYTES = 8192
 # No other site can frame the page, embed its answers or learn its address, and the browser stores none of them.
 _HEADERS = {
@@ -43,6 +37,55 @@ _HEADERS = {
     "Connection": "close",
 }
 _POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What clients of a server may take up; the defaults suit a page for one browser, which opens six connections.
+
+    Attributes:
+        connection_s: most seconds of one connection.
+        head_s: most seconds until a request's head is there; a browser on this machine sends it in milliseconds.
+        stall_s: most seconds during which a client takes nothing of an answer.
+        max_connections: of everybody.
+        max_of_one_peer: of one user or address other than this process's own user.
+        max_of_peers: of all of these together.
+        stop_s: most seconds for which a server that ends waits for its connections; None waits until they end.
+    """
+
+    connection_s: float = 10.0
+    head_s: float = 3.0
+    stall_s: float = 10.0
+    max_connections: int = 32
+    max_of_one_peer: int = 8
+    max_of_peers: int = 16
+    stop_s: int | None = 1
+
+
+PAGE_LIMITS = ConnectionLimits()
+
+
+def check_exposure(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address, *, expose: bool, remedy: str
+) -> None:
+    """Refuse an address that other machines can reach, unless the operator allows it.
+
+    Args:
+        address: on which to listen.
+        expose: whether the operator gave --expose.
+        remedy: what to do instead.
+
+    Raises:
+        PolicyError: others can reach it.
+    """
+    if address.is_loopback or expose:
+        return
+    raise PolicyError(
+        f"address {address}",
+        expected="a loopback address, or --expose",
+        got="an address that others can reach",
+        remedy=remedy,
+    )
 
 
 @contextmanager
@@ -69,12 +112,17 @@ def listening(host: str, port: int) -> "Iterator[tuple[socket.socket, str]]":
         yield listener, f"http://{url_host}:{port}/"
 
 
-def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Server:
+def server_of(
+    app: ASGIApp,
+    limits: ConnectionLimits = PAGE_LIMITS,
+    on_stop: Callable[[], None] = lambda: None,
+) -> uvicorn.Server:
     """Return a server for `run_server`; its `should_exit` ends it.
 
     Args:
         app: answers requests.
-        connection_s: most seconds of one connection.
+        limits: what clients may take up.
+        on_stop: called when the server begins to end, before it waits for its connections.
     """
     config = uvicorn.Config(
         app,
@@ -82,7 +130,7 @@ def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Serve
         http=type(
             "LimitedProtocol",
             (BriefProtocol,),
-            {"connection_s": connection_s, "places": PlacesForPeers()},
+            {"limits": limits, "places": PlacesForPeers(limits)},
         ),
         ws="none",
         loop="asyncio",
@@ -91,11 +139,24 @@ def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Serve
         log_level="critical",
         access_log=False,
         server_header=False,
-        limit_concurrency=_MAX_CONNECTIONS,
+        limit_concurrency=limits.max_connections,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=limits.stop_s,
     )
-    return uvicorn.Server(config)
+    return _Server(config, on_stop)
+
+
+class _Server(uvicorn.Server):
+    """See `server_of`."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait until all requests are answered, and end."""
+        self._on_stop()
+        await super().shutdown(sockets)
 
 
 def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -120,7 +181,8 @@ class PlacesForPeers:
     on this machine is a process of whoever logged in; the page's secret address is what keeps others out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ConnectionLimits = PAGE_LIMITS) -> None:
+        self._limits = limits
         self._num_by_peer: Counter[str] = Counter()
         self._users: dict[str, int | None] | None = None
 
@@ -143,9 +205,9 @@ class PlacesForPeers:
 
     def take(self, peer: str) -> bool:
         """Return whether there was a place for one more connection of a peer, and count it if so."""
-        if self._num_by_peer[peer] >= _MAX_OF_ONE_PEER:
+        if self._num_by_peer[peer] >= self._limits.max_of_one_peer:
             return False
-        if self._num_by_peer.total() >= _MAX_OF_PEERS:
+        if self._num_by_peer.total() >= self._limits.max_of_peers:
             return False
         self._num_by_peer[peer] += 1
         return True
@@ -161,14 +223,16 @@ class BriefProtocol(H11Protocol):
     """HTTP/1.1 with limits on each connection, so that slow or many clients cannot keep others from the page.
 
     Attributes:
-        connection_s: most seconds of a connection.
+        limits: of this server.
         places: counts the connections of this server.
     """
 
-    connection_s = CONNECTION_S
+    limits = PAGE_LIMITS
     places = PlacesForPeers()
     # Which peer this connection has a place for; None for the own user's.
     _peer: str | None = None
+    _is_watched = False
+    _has_resumed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or end it if its peer has too many, and schedule its end."""
@@ -197,8 +261,38 @@ class BriefProtocol(H11Protocol):
                 transport.abort()
                 return
             self._peer = peer
-        self.loop.call_later(_HEAD_S, self._abort_without_request, transport)
-        self.loop.call_later(self.connection_s, transport.abort)
+        self.loop.call_later(self.limits.head_s, self._abort_without_request, transport)
+        self.loop.call_later(self.limits.connection_s, transport.abort)
+
+    def pause_writing(self) -> None:
+        """Hold the rest of the answer back, and watch whether the client takes what it has."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Go on with the answer."""
+        super().resume_writing()
+        self._has_resumed = True
+
+    def on_response_complete(self) -> None:
+        """Watch whether the client takes the last piece of its answer."""
+        super().on_response_complete()
+        self._watch_reader()
+
+    def _watch_reader(self, unsent_bytes: int | None = None) -> None:
+        """End the connection when the client takes nothing for some time; one that reads slowly may go on."""
+        if self._is_watched and unsent_bytes is None:
+            return
+        now_unsent_bytes = self.transport.get_write_buffer_size()
+        self._is_watched = now_unsent_bytes > 0
+        if not self._is_watched:
+            return
+        # What was taken may have been followed by as much: then writing was resumed in between.
+        if unsent_bytes is not None and now_unsent_bytes >= unsent_bytes and not self._has_resumed:
+            self.transport.abort()
+            return
+        self._has_resumed = False
+        self.loop.call_later(self.limits.stall_s, self._watch_reader, now_unsent_bytes)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the connection's place to others."""

@@ -32,7 +32,7 @@ from torch.nn.functional import max_pool2d, max_pool3d
 
 from ddm.diffusion.multistep import SolverMemory, filled
 from ddm.diffusion.path import Path, Velocity, x_0_and_eps, x_t
-from ddm.diffusion.rng import stream
+from ddm.diffusion.rng import streams
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
 from ddm.sampling.trajectories import Trajectories, TrajectoryState
@@ -288,6 +288,8 @@ class MaskedImages:
         return KnownRegion(latents, mask, corrections)
 
 
-def inpainting_generators(seed: int, samples: Sequence[int]) -> list[np.random.Generator]:
+def inpainting_generators(
+    seed: int | Sequence[int], samples: Sequence[int]
+) -> list[np.random.Generator]:
     """Return the random stream of each sample, from which the noise of its corrections comes."""
-    return [stream("inpaint", seed, sample) for sample in samples]
+    return streams("inpaint", seed, samples)

@@ -29,6 +29,7 @@ class SamplingOptions:
         guidance_interval: the lowest and the highest time at which guidance applies.
         router_every: evaluate the router at every n-th step only, and keep its weights in between.
         numbers: the numbers of the samples, N of them, in place of 0 to N - 1: sample i is the same in any company.
+        seeds: the seeds of the samples, N of them, in place of `seed`: sample i is that of a call with ``seeds[i]``.
         dtype: the arithmetic of the experts, in place of the ensemble's.
         on_progress: called with the steps taken, summed over all samples, and the total to take.
     """
@@ -46,6 +47,7 @@ class SamplingOptions:
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     router_every: int = 1
     numbers: Sequence[int] | None = None
+    seeds: Sequence[int] | None = None
     dtype: torch.dtype | None = None
     on_progress: Callable[[int, int], None] | None = None
 

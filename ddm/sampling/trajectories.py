@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 
 from ddm.diffusion.multistep import SolverMemory, filled
 from ddm.diffusion.path import Velocity
-from ddm.diffusion.rng import stream
+from ddm.diffusion.rng import streams
 from ddm.diffusion.solver import Step, follow
 from ddm.errors import MathError, ShapeError
 from ddm.io.array_input import whole_number
@@ -344,13 +344,25 @@ def step_reporter(on_progress: Callable[[int, int], None] | None, total_steps: i
     return report
 
 
-def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
-    """Return the seed of samples: the caller's, or one that the caller's generator draws.
+def resolve_seed(
+    seed: int, generator: torch.Generator | None, seeds: Sequence[int] | None, num_samples: int
+) -> int | list[int]:
+    """Return the seed of all samples: the caller's, or one that the caller's generator draws; or one for each sample.
 
     Raises:
-        MathError: both, or no whole number from 0 on.
+        MathError: more than one of the three, another number of seeds, or no whole number from 0 on.
     """
     seed = whole_number(seed, "seed", least=0)
+    if seeds is not None:
+        if seed or generator is not None:
+            raise MathError(
+                "seeds", expected="seeds alone", got="seeds beside a seed or a generator"
+            )
+        if len(seeds) != num_samples:
+            raise MathError(
+                "seeds", expected=f"one for each of {num_samples} samples", got=f"{len(seeds)}"
+            )
+        return [whole_number(own_seed, "seeds", least=0) for own_seed in seeds]
     if generator is None:
         return seed
     if seed:
@@ -363,14 +375,20 @@ def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
 def draw_noise(
     samples: Sequence[int],
     shape: Sequence[int],
-    seed: int,
+    seed: int | Sequence[int],
     steps: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the noise of some samples and one uniform number per step, each sample from its own random stream."""
+    """Return the noise of some samples and one uniform number per step, each sample from its own random stream.
+
+    Args:
+        samples: their numbers.
+        shape: of one sample.
+        seed: of all of them, or one for each.
+        steps: how many uniform numbers.
+    """
     noise = np.empty((len(samples), *shape), np.float32)
     uniform_BS = np.empty((len(samples), steps))
-    for row, sample in enumerate(samples):
-        generator = stream("sample", seed, sample)
+    for row, generator in enumerate(streams("sample", seed, samples)):
         # The noise comes first, so that a sample begins in the same noise whatever the number of steps.
         noise[row] = generator.standard_normal(tuple(shape), dtype=np.float32)
         uniform_BS[row] = generator.random(steps)

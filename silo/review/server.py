@@ -18,6 +18,7 @@ from ddm.pages.private_page import (
     static_routes,
 )
 from ddm.pages.render import render
+from ddm.pages.serving import ConnectionLimits
 from ddm.protocol.base import Digest, Model, now_utc
 from silo.config import Site
 from silo.review.contents import as_text
@@ -28,7 +29,7 @@ from silo.worker.approval import approve, find_approval
 from silo.worker.state import load_state, state_path
 
 # A download of weights may take this long.
-_CONNECTION_S = 600.0
+_LIMITS = ConnectionLimits(connection_s=600.0)
 _FILES = {
     "ask.js": ("ddm", "pages/templates/ask.js", "text/javascript"),
     "approve.js": ("silo", "review/page/approve.js", "text/javascript"),
@@ -60,7 +61,7 @@ def serve_approval(
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
-    serve_private_page(lambda end: _handlers(site, facts, sheets, end), on_listening, _CONNECTION_S)
+    serve_private_page(lambda end: _handlers(site, facts, sheets, end), on_listening, _LIMITS)
 
 
 def _handlers(

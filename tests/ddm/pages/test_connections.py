@@ -6,13 +6,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
-from ddm.pages.serving import PlacesForPeers, listening, run_server, server_of
+from ddm.pages.serving import (
+    ConnectionLimits,
+    PlacesForPeers,
+    listening,
+    run_server,
+    server_of,
+)
 from tests.support.waiting import LIMIT_S, wait_until
 
 HOST = "127.0.0.1"
@@ -42,9 +49,9 @@ while True:
 
 
 @contextmanager
-def served(connection_s: float = 3600.0) -> Iterator[int]:
+def served() -> Iterator[int]:
     """Serve a page; yield its port."""
-    server = server_of(PlainTextResponse("here"), connection_s)
+    server = server_of(PlainTextResponse("here"), ConnectionLimits(connection_s=3600.0))
     with listening(HOST, 0) as (listener, _):
         thread = threading.Thread(target=run_server, args=(server, listener))
         thread.start()
@@ -107,6 +114,32 @@ def test_places_of_one_peer_and_of_all_are_bounded_and_come_back() -> None:
     places.free("a")
     assert places.take("c")
     assert not places.take("a")
+
+
+def test_client_that_takes_nothing_of_its_answer_is_cut_off_and_a_slow_one_gets_all_of_it() -> None:
+    content = b"x" * (64 << 20)
+    limits = ConnectionLimits(connection_s=3600.0, stall_s=0.5)
+    server = server_of(Response(content), limits)
+    with listening(HOST, 0) as (listener, _):
+        thread = threading.Thread(target=run_server, args=(server, listener))
+        thread.start()
+        try:
+            port = listener.getsockname()[1]
+            with socket.create_connection((HOST, port), timeout=LIMIT_S) as idle:
+                idle.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                wait_until(lambda: server.server_state.total_requests == 1, "the answer")
+                wait_until(lambda: not server.server_state.connections, "the end of the connection")
+            with socket.create_connection((HOST, port), timeout=LIMIT_S) as slow:
+                slow.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                num_bytes = 0
+                # Several times as long as the idle one was given.
+                while piece := slow.recv(1 << 20):
+                    num_bytes += len(piece)
+                    time.sleep(0.03)
+                assert num_bytes > len(content)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @needs_linux

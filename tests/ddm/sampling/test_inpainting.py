@@ -187,6 +187,20 @@ def test_sample_i_is_inpainted_the_same_for_every_number_and_grouping() -> None:
             assert torch.equal(draw(3, 1, strategy), draw(8, 1, strategy)[:3])
 
 
+def test_inpainted_samples_with_seeds_of_their_own_are_those_of_calls_with_these_seeds() -> None:
+    images = torch.zeros(4, 2)
+    one_by_one = of_mixture(two_silos(), chunk_size=1)
+
+    def draw(num: int, seed: int = 0, **options: Any) -> Tensor:
+        drawn = one_by_one.inpaint(
+            images[:num], LEFT, steps=4, seed=seed, options=SamplingOptions(**options)
+        )
+        return drawn.images
+
+    together = draw(4, seeds=[3, 3, 5, 5], numbers=[0, 1, 0, 1])
+    assert torch.equal(together, torch.cat([draw(2, seed=3), draw(2, seed=5)]))
+
+
 def test_progress_and_provenance_count_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[tuple[int, int]] = []
     monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 1)

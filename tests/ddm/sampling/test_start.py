@@ -17,6 +17,7 @@ from ddm.ensemble import (
     Lock,
     Nucleus,
     Sample,
+    Samples,
     SamplingOptions,
     Strategy,
     Threshold,
@@ -143,6 +144,25 @@ def test_given_noise_start_and_times_are_the_same_way(
     ):
         torch.testing.assert_close(same, own, atol=2e-5, rtol=0)
     assert (draw(noise=-noise, steps=4) - own).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_samples_with_seeds_of_their_own_are_those_of_calls_with_these_seeds(
+    strategy: Strategy,
+) -> None:
+    """With chunks of 1 an expert evaluates one sample at a time, so that company changes no bit."""
+    one_by_one = exact(chunk_size=1)
+
+    def draw(num: int, seed: int = 0, **options: Any) -> Samples:
+        return one_by_one.sample(
+            num, strategy=strategy, steps=4, seed=seed, options=SamplingOptions(**options)
+        )
+
+    together = draw(7, seeds=[3] * 4 + [5] * 3, numbers=[0, 1, 2, 3, 8, 9, 10])
+    alone = [draw(4, seed=3), draw(3, seed=5, numbers=range(8, 11))]
+    assert torch.equal(together.images, torch.cat([samples.images for samples in alone]))
+    assert torch.equal(together.expert_N, torch.cat([samples.expert_N for samples in alone]))
+    assert not torch.equal(draw(4, seed=5).images, alone[0].images)
 
 
 def test_trajectory_in_two_parts_has_the_law_of_one() -> None:
@@ -283,6 +303,10 @@ def test_arguments_that_do_not_go_together_are_refused_in_one_sentence() -> None
         ({"noise": torch.full((3, 2), float("nan"))}, NumericalError, "noise"),
         ({"num": 3, "seed": 1, "generator": torch.Generator()}, MathError, "both"),
         ({"num": 3, "numbers": [0, -1, 2]}, MathError, "numbers"),
+        ({"num": 3, "seeds": [0, 1]}, MathError, "one for each of 3"),
+        ({"num": 3, "seeds": [0, -1, 2]}, MathError, "seeds"),
+        ({"num": 3, "seeds": [0, 1, 2], "seed": 4}, MathError, "seeds alone"),
+        ({"num": 3, "seeds": [0, 1, 2], "generator": torch.Generator()}, MathError, "seeds alone"),
         ({"num": 3, "dtype": torch.float16}, MathError, "float32"),
         ({"num": 3, "guidance_interval": (0.2, 0.8)}, MathError, "guidance above 0"),
     ]
