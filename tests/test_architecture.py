@@ -28,7 +28,7 @@ ROOMS = {
         "export": "diffusion distillation encoders ensemble errors footprint io loading models pages protocol "
         "routers sampling system",
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
-        "routers training trust",
+        "routers system training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",
         "planning": "audit encoders errors footprint io loading models partition protocol routers statistics training",
         "audit": "diffusion evaluation images protocol",
@@ -39,7 +39,7 @@ ROOMS = {
         "sampling statistics system trust",
         "limits": "errors footprint io models protocol statistics",
         "footprint": "encoders models protocol",
-        "ensemble": "diffusion encoders errors protocol routers sampling",
+        "ensemble": "diffusion encoders errors io protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
         "statistics": "diffusion errors images io privacy protocol routers",
         "routers": "diffusion encoders errors io models partition protocol system training",
@@ -48,7 +48,7 @@ ROOMS = {
         "models": "errors io protocol system",
         "partition": "errors io protocol system",
         "transport": "errors io protocol system",
-        "fetching": "errors io protocol trust",
+        "fetching": "errors io protocol system trust",
         "trust": "errors io protocol",
         "pages": "errors io system",
         "services": "errors io system",
