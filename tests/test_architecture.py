@@ -119,6 +119,7 @@ DOORS = {
         "ddm/images/mgh.py",
         "ddm/images/orientation.py",
     },
+    "tensorboard": {"ddm/training/writers.py"},
     "tifffile": {"ddm/images/tiff.py", "ddm/images/tiff_samples.py"},
     "imagecodecs": {"ddm/images/tiff_samples.py"},
     "pydicom": {"ddm/images/dicom.py", "ddm/images/dicom_tags.py"},
@@ -126,6 +127,7 @@ DOORS = {
     "timm": {"ddm/encoders/timm.py"},
     "transformers": {"ddm/encoders/text.py", "ddm/encoders/vision.py"},
     "tokenizers": {"ddm/encoders/text.py"},
+    "wandb": {"ddm/training/writers.py"},
     "huggingface_hub": {"ddm/fetching/hub.py"},
     "httpx": {"ddm/fetching/hub.py"},
 }

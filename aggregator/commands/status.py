@@ -17,6 +17,9 @@ _PAGE = "The page"
 def status(
     fed: FederationArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Print metrics in the text format of Prometheus.")
+    ] = False,
     show_all: Annotated[
         bool, typer.Option("--all", help="List every silo, also of many in the same state.")
     ] = False,
@@ -43,14 +46,16 @@ def status(
 ) -> None:
     """Show silos, submissions, processes and expiry dates, from the federation's folder alone."""
     federation = Federation(fed).require()
+    outputs = {"--json": as_json, "--metrics": metrics, "--serve": serve}
+    chosen = [name for name, is_chosen in outputs.items() if is_chosen]
+    if len(chosen) > 1:
+        raise SetupError(
+            chosen[0],
+            expected="one of --json, --metrics and --serve",
+            got=" and ".join(chosen),
+            remedy="Leave one out; the page has the same facts at /status.json and /metrics.",
+        )
     if serve:
-        if as_json:
-            raise SetupError(
-                "--json",
-                expected="--json or --serve",
-                got="--json and --serve",
-                remedy="Leave one out; the page has the same facts at /status.json.",
-            )
         _serve(federation, address, expose)
         return
     from aggregator.monitoring.labels import status_text
@@ -59,6 +64,10 @@ def status(
     federation_status = read_status(federation, now_utc())
     if as_json:
         say(federation_status.model_dump_json(indent=2))
+    elif metrics:
+        from aggregator.monitoring.prometheus import prometheus_text
+
+        say(prometheus_text(federation_status).removesuffix("\n"))
     else:
         say(status_text(federation_status, show_all=show_all))
 

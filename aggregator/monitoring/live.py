@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from aggregator.config import Federation
 from aggregator.monitoring.labels import page_values
+from aggregator.monitoring.prometheus import CONTENT_TYPE, prometheus_text
 from aggregator.monitoring.status import FederationStatus, read_status
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.pages.render import render
@@ -106,6 +107,9 @@ def make_app(federation: Federation) -> Starlette:
     def show_json(request: Request) -> Response:
         return Response(reader.read().model_dump_json(), media_type="application/json")
 
+    def show_metrics(request: Request) -> Response:
+        return Response(prometheus_text(reader.read()), media_type=CONTENT_TYPE)
+
     def show_style(request: Request) -> Response:
         return Response(style, media_type="text/css")
 
@@ -117,6 +121,7 @@ def make_app(federation: Federation) -> Starlette:
         routes=[
             Route("/", show_page),
             Route("/status.json", show_json),
+            Route("/metrics", show_metrics),
             Route("/live.css", show_style),
         ],
         middleware=[Middleware(HostFilter, content=_CONTENT)],

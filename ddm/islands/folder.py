@@ -31,6 +31,7 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining
 from ddm.publishing.folder import PublisherFolder
 from ddm.training.job import JobFolder
+from ddm.training.metrics import METRICS_NAME
 
 SPLIT_NAME = "split.json"
 
@@ -106,6 +107,11 @@ class TrainingFolder:
     def record(self) -> Path:
         """See `TrainedIsland`."""
         return self.path / "trained.json"
+
+    @property
+    def metrics(self) -> Path:
+        """The learning curve, once the training has ended; until then the job's folder has it."""
+        return self.path / METRICS_NAME
 
     @property
     def job(self) -> JobFolder:

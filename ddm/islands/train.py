@@ -133,6 +133,7 @@ def _train_seed(
         folder.weights,
         on_progress=on_progress,
         should_stop=should_stop,
+        metrics=folder.metrics,
     )
     record = TrainedIsland(
         plan_id=plan.plan_id,
@@ -214,6 +215,7 @@ def _train(
         folder.expert,
         on_progress=on_progress,
         should_stop=should_stop,
+        metrics=folder.metrics,
     )
     record = TrainedIsland(
         plan_id=plan.plan_id,

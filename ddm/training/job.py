@@ -34,6 +34,7 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.config import Engine
+from ddm.training.metrics import METRICS_NAME
 
 MAX_JOB_BYTES = 4 << 20
 # Of the documents that processes write again and again.
@@ -299,6 +300,11 @@ class JobFolder:
     def checkpoints(self) -> Path:
         """From where training goes on."""
         return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The learning curve, see `ddm.training.metrics`."""
+        return self.path / METRICS_NAME
 
     @property
     def secret(self) -> Path:

@@ -48,6 +48,7 @@ from ddm.training.launch import (
     start_local,
 )
 from ddm.training.loop import Progress
+from ddm.training.metrics import copy_metrics
 from ddm.training.planned import PlannedExpert
 from ddm.training.process import only_one, train_here
 
@@ -86,6 +87,7 @@ def train_job(
     *,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    metrics: Path | None = None,
 ) -> TrainingResult:
     """Train an expert, from the last checkpoint where there is one, and put it in its place once it verifies.
 
@@ -96,6 +98,7 @@ def train_job(
         to: where the expert goes.
         on_progress: called every few steps; what it raises stops the training.
         should_stop: once it returns true the training stops after a checkpoint.
+        metrics: where the learning curve goes with the expert; None leaves it in the job's folder.
 
     Raises:
         KeyboardInterrupt: `should_stop` returned true.
@@ -117,6 +120,8 @@ def train_job(
     run = _JobRun(task, folder, settings, on_progress, should_stop)
     result = run.train()
     _collect(task.expert, result, folder, to)
+    if metrics is not None:
+        copy_metrics(folder.metrics, metrics)
     return result
 
 

@@ -29,14 +29,37 @@ from ddm.training.checkpoints import Checkpoints
 from ddm.training.config import Engine
 from ddm.training.distributed import TrainingProcess, training_process
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
+from ddm.training.metrics import PROGRESS_STEPS
 from ddm.training.objective import TrainingObjective
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
 from ddm.training.saving import Agreement, CheckpointSchedule
+from ddm.training.schedule import learning_rate
 from ddm.training.state import TrainingState
 
-PROGRESS_STEPS = 10
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Measurements over the steps since the previous report of the same process.
+
+    Args:
+        num_steps: how many steps these are; fewer than usual right after a run was resumed.
+        loss: mean of the steps' losses, of which `Progress.loss` is the smoothed value.
+        learning_rate: of the last step.
+        gradient_norm: mean of the gradient's norm before clipping, where a step without a finite gradient counts as 0;
+            None for private training, which clips the gradient of each unit.
+        num_images: images that the steps learned from, the expected number for private training.
+        seconds: that these steps took, with the checkpoints between them.
+    """
+
+    num_steps: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    num_images: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,8 @@ class Progress:
         loss: mean squared error per value, averaged over about the last hundred steps.
         steps_per_second: since this process started or resumed the run.
         seconds: time spent training, over all restarts.
+        interval: what was measured since the previous report; None where another process trains, whose sign of life
+            this is.
     """
 
     step: int
@@ -56,6 +81,7 @@ class Progress:
     loss: float
     steps_per_second: float
     seconds: float
+    interval: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +191,7 @@ def train(
     else:
         steps = _BatchSteps(state, examples, objective, num_tokens, teach)
     with computing_in(state.threads):
-        _take_steps(state, steps, checkpoints, run)
+        _take_steps(state, steps, checkpoints, run, num_samples)
     return FinishedTraining(
         ema=state.averaged(),
         steps=state.step,
@@ -201,8 +227,16 @@ def _take_steps(
     steps: "_Steps",
     checkpoints: Checkpoints,
     run: TrainingRun,
+    images_per_step: int,
 ) -> None:
     """Take the steps that the recipe still has, write averages at theirs, and checkpoints by the clock and at the end.
+
+    Args:
+        state: of the run.
+        steps: draws and takes each step.
+        checkpoints: of the run.
+        run: where it is trained.
+        images_per_step: that a step learns from.
 
     Raises:
         KeyboardInterrupt, NumericalError, SetupError: see `train`.
@@ -213,6 +247,7 @@ def _take_steps(
     schedule = CheckpointSchedule(run.engine.checkpoint_s)
     agreement = Agreement(process, run.should_stop, schedule)
     started_at = time.monotonic()
+    reported_at = started_at
     first_step = state.step
     saved_step = state.step
     seconds_before = state.seconds
@@ -235,12 +270,24 @@ def _take_steps(
             is_last = state.step == num_steps
             if is_last or state.step % PROGRESS_STEPS == 0:
                 # Every process takes part in the sum of the loss; the first one reports it.
+                measured = state.measure()
+                now = time.monotonic()
+                interval = Interval(
+                    num_steps=measured.num_steps,
+                    loss=measured.loss,
+                    learning_rate=learning_rate(state.settings, state.step - 1),
+                    gradient_norm=measured.gradient_norm,
+                    num_images=measured.num_steps * images_per_step,
+                    seconds=now - reported_at,
+                )
+                reported_at = now
                 progress = Progress(
                     step=state.step,
                     num_steps=num_steps,
-                    loss=state.finite_loss(),
+                    loss=measured.smoothed_loss,
                     steps_per_second=(state.step - first_step) / elapsed_s,
                     seconds=state.seconds,
+                    interval=interval,
                 )
                 if process.rank == 0:
                     run.on_progress(progress)

@@ -48,6 +48,7 @@ from ddm.training.job import (
     write_transient,
 )
 from ddm.training.loop import Progress
+from ddm.training.metrics import MetricsRecorder
 from ddm.training.planned import BaseExpert, PlannedExpert
 
 # The start of a job that no worker follows.
@@ -153,14 +154,25 @@ def train_here(
         expert: as the plan says.
         inputs: see `ddm.training.jobs.TrainingTask`, and so is `data`.
         data: the digest of whatever names the inputs.
-        on_progress: called every few steps; what it raises stops the training.
+        on_progress: called every few steps, once the learning curve has them; what it raises stops the training.
         should_stop: once it returns true the training stops after a checkpoint.
 
     Raises:
         KeyboardInterrupt, ArchipelagoError: see `ddm.training.loop.train`.
     """
+    recorder = MetricsRecorder(folder.metrics)
+
+    def record_and_report(progress: Progress) -> None:
+        recorder.report(progress)
+        on_progress(progress)
+
     trained = expert.train(
-        inputs, folder.expert, folder.checkpoints, on_progress, should_stop, secret=folder.secret
+        inputs,
+        folder.expert,
+        folder.checkpoints,
+        record_and_report,
+        should_stop,
+        secret=folder.secret,
     )
     # All processes trained; the first one gathered the weights and wrote them.
     if trained is None:
@@ -288,6 +300,8 @@ class _HeartbeatThread:
         heartbeat = Heartbeat(count=self._count, ended=ended)
         if self._progress is not None:
             fields = asdict(self._progress)
+            # The learning curve has these, in a file of its own.
+            del fields["interval"]
             fields["loss"] = min(self._progress.loss, MAX_LOSS)
             heartbeat = heartbeat.model_copy(update=fields)
         # A file system that refuses one may take the next.

@@ -1,6 +1,7 @@
 """The state of a training run: weights, averages, optimiser; how a step changes it, and how checkpoints store it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,23 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 LOSS_DECAY = 0.99
+
+
+@dataclass(frozen=True)
+class StepMeasurements:
+    """What was measured over all processes.
+
+    Args:
+        smoothed_loss: averaged over about the last hundred steps.
+        num_steps: steps since the measurement before.
+        loss: mean loss of these steps.
+        gradient_norm: mean norm of their gradients before clipping; None where no step has such a norm.
+    """
+
+    smoothed_loss: float
+    num_steps: int
+    loss: float
+    gradient_norm: float | None
 
 
 class TrainingState:
@@ -84,6 +102,11 @@ class TrainingState:
             width: [weight.detach().clone() for weight in self.weights] for width in widths
         }
         self.loss = torch.zeros((), device=process.device)
+        # Sums since the last measurement. They stay on the device, which is waited for only when they are read.
+        self._loss_sum = torch.zeros_like(self.loss)
+        self._norm_sum = torch.zeros_like(self.loss)
+        self._num_measured = 0
+        self._has_norm = False
         self.step = 0
         self.seconds = 0.0
         # In which the run computes. The checkpoint has their number, which changes sums by rounding.
@@ -118,6 +141,9 @@ class TrainingState:
             share = share + 0.0 * norm
         else:
             share = self._without_lost(norm, share)
+            norm = norm.nan_to_num(0.0, 0.0, 0.0)
+        self._norm_sum += norm
+        self._has_norm = True
         self.take_step(share)
 
     def take_step(self, share: Tensor) -> None:
@@ -139,6 +165,8 @@ class TrainingState:
                     average, self.weights, power_weight(exponent_of(width), self.step)
                 )
             self.loss.lerp_(share, averaging_weight(LOSS_DECAY, self.step))
+            self._loss_sum += share
+        self._num_measured += 1
 
     def _without_lost(self, norm: Tensor, share: Tensor) -> Tensor:
         """Make a gradient that is not finite 0, and return the loss to average; the device is not waited for."""
@@ -178,7 +206,32 @@ class TrainingState:
         Raises:
             NumericalError: at some step since the last call the loss or the gradient was not finite.
         """
-        loss = float(self.process.total(self.loss))
+        return self._require_finite(float(self.process.total(self.loss)))
+
+    def measure(self) -> StepMeasurements:
+        """Return what was measured since the last call, waiting for the device once; all processes must call together.
+
+        Raises:
+            NumericalError: as `finite_loss`.
+        """
+        # The loss is the sum of the processes' shares; the norm of the whole gradient is the same in each.
+        norm_share = self._norm_sum / self.process.num_processes
+        sums = torch.stack([self.loss, self._loss_sum, norm_share])
+        smoothed_loss, loss_sum, norm_sum = self.process.total(sums).tolist()
+        self._require_finite(smoothed_loss)
+        num_steps = self._num_measured
+        measurements = StepMeasurements(
+            smoothed_loss=smoothed_loss,
+            num_steps=num_steps,
+            loss=loss_sum / num_steps,
+            gradient_norm=norm_sum / num_steps if self._has_norm else None,
+        )
+        self._loss_sum.zero_()
+        self._norm_sum.zero_()
+        self._num_measured = 0
+        return measurements
+
+    def _require_finite(self, loss: float) -> float:
         if not np.isfinite(loss):
             raise NumericalError(
                 f"loss at step {self.step}",

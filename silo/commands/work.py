@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -70,7 +71,7 @@ def status(
     site: SiteArgument,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the state of the work, its progress and speed, and the next command."""
+    """Show the state of the work, its progress, speed and learning curves, and the next command."""
     from silo.worker.status import read_status
 
     opened_site = Site(site).require()
@@ -84,7 +85,7 @@ def status(
     if as_json:
         say(json.dumps(site_status.as_json()))
     else:
-        say(site_status.text())
+        say(site_status.text(draws_bars=sys.stdout.isatty()))
 
 
 def pause(site: SiteArgument) -> None:

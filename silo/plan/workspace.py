@@ -7,6 +7,7 @@ from pathlib import Path
 from ddm.protocol.base import Document, ExpertId, NaturalInt, PlanId, PositiveInt
 from ddm.protocol.submission import ExpertTraining
 from ddm.training.job import JobFolder
+from ddm.training.metrics import METRICS_NAME
 from silo.config import AUDIT_REPORT, Site
 
 
@@ -34,6 +35,10 @@ class Workspace:
     def record_path(self, expert_id: str) -> Path:
         """Return the path of its `TrainingRecord`, written after the weights: once it exists, the expert is trained."""
         return self.folder / "experts" / expert_id / "training.json"
+
+    def metrics_path(self, expert_id: str) -> Path:
+        """Return the path of a trained expert's learning curve, which is as private as its loss."""
+        return self.folder / "experts" / expert_id / METRICS_NAME
 
     def job(self, expert_id: str, jobs: Path | None = None) -> JobFolder:
         """Return the folder in which an expert is trained.

@@ -19,6 +19,7 @@ from silo.plan.acceptance import AcceptedPlan, load_accepted
 from silo.plan.workspace import open_workspace
 from silo.privacy.account import Account, account
 from silo.worker.approval import load_draft, review_folder
+from silo.worker.curves import ExpertCurve, read_curves
 from silo.worker.stages import open_ledger
 from silo.worker.state import load_state, state_path
 
@@ -101,6 +102,7 @@ class ReviewFacts:
         audit: the leak audit's report; None where it cannot be read.
         previous: earlier submissions of this site, newest first.
         decisions: the last decisions about this site, newest first: time, user, words.
+        curves: the learning curves of the experts, which stay here.
     """
 
     draft: Submission
@@ -112,6 +114,7 @@ class ReviewFacts:
     audit: AuditReport | None
     previous: tuple[Submission, ...]
     decisions: tuple[tuple[str, str, str], ...]
+    curves: tuple[ExpertCurve, ...]
 
     @property
     def plan(self) -> Plan:
@@ -152,6 +155,7 @@ def read_review_facts(site: Site) -> ReviewFacts:
         audit=report,
         previous=tuple(previous),
         decisions=tuple(newest_first[:MAX_DECISIONS]),
+        curves=read_curves(site, draft.plan_id),
     )
 
 

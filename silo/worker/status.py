@@ -12,6 +12,7 @@ from silo.config import AUDIT_REPORT, Site
 from silo.plan.consent import is_accepted, read_waiting
 from silo.query_note import read_unnamed_plan
 from silo.worker.approval import approval_path
+from silo.worker.curves import ExpertCurve, read_curves
 from silo.worker.descriptions import Circumstances, Situation, describe_site, situation_lines
 from silo.worker.pause import Pause, is_halted, present_pause
 from silo.worker.progress import NOTE_S, ProgressNote, Stage, read_note
@@ -26,6 +27,14 @@ _WORK: tuple[StateName, ...] = (
     "auditing",
     "audited",
     "released",
+)
+# In these the experts of the plan, or their beginnings, are in its folder.
+_WITH_CURVES: tuple[StateName, ...] = (
+    "training",
+    "auditing",
+    "audited",
+    "released",
+    "awaiting_approval",
 )
 _BEFORE_TRAINING: tuple[StateName, ...] = ("plan_accepted", "scanned", "assigned")
 _STATE_OF_STAGE: Mapping[Stage, StateName] = {
@@ -116,6 +125,7 @@ class SiteStatus:
         pause: that is in force.
         note: of the present stage; None where there is no fresh one.
         audit: what the leak audit of the plan in work found: its verdict and the reason; None before it did.
+        curves: the learning curves of the plan in work.
         estimate: of a plan whose training has not begun; None where nobody asked for it.
     """
 
@@ -126,6 +136,7 @@ class SiteStatus:
     pause: Pause | None
     note: ProgressNote | None
     audit: tuple[str, str] | None
+    curves: tuple[ExpertCurve, ...] = ()
     estimate: PlanEstimate | None = None
 
     @property
@@ -171,6 +182,7 @@ class SiteStatus:
             "paused": pause,
             "progress": progress,
             "audit": audit,
+            "curves": [curve.as_json() for curve in self.curves],
             "estimate": asdict(self.estimate) if self.estimate else None,
             "now": situation.now,
             "needs": situation.needs,
@@ -178,14 +190,19 @@ class SiteStatus:
             "next": self.next_command,
         }
 
-    def text(self) -> str:
-        """Describe it in a few lines."""
+    def text(self, *, draws_bars: bool = False) -> str:
+        """Describe it in a few lines.
+
+        Args:
+            draws_bars: whether learning curves are drawn too, for a person at a terminal.
+        """
         state = self.state
         heading = f"{self.silo_id}: {state.state}"
         if state.plan_id:
             heading += f", plan {state.plan_id}"
         lines = [heading]
         lines += self._work_lines()
+        lines += [f"  curve    {curve.line(draws_bars=draws_bars)}" for curve in self.curves]
         if self.estimate:
             lines += self.estimate.lines()
         lines += situation_lines(self.situation, state, self.circumstances)
@@ -245,6 +262,7 @@ def read_status(site: Site) -> SiteStatus:
         pause=pause,
         note=_present_note(site, state) if running else None,
         audit=_audit(site, state),
+        curves=_curves(site, state),
     )
 
 
@@ -271,6 +289,12 @@ def _audit(site: Site, state: State) -> tuple[str, str] | None:
     except (ArchipelagoError, OSError):
         return None
     return report.verdict, report.reason
+
+
+def _curves(site: Site, state: State) -> tuple[ExpertCurve, ...]:
+    if state.plan_id is None or state.state not in _WITH_CURVES:
+        return ()
+    return read_curves(site, state.plan_id)
 
 
 def _reached(state: StateName, name: StateName) -> bool:

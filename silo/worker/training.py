@@ -317,6 +317,7 @@ def _train_expert(
         path,
         on_progress=on_progress,
         should_stop=should_stop,
+        metrics=training.work.metrics_path(expert_id),
     )
     if training.paid:
         # Bound to these weights: another training for the same debit is refused from now on.

@@ -133,6 +133,13 @@ def test_gradient_of_the_page_leads_towards_its_aim(names: dict[str, Any]) -> No
     assert bool((names["gradient_B"] < 0).all())
 
 
+def test_writer_of_the_page_gets_the_lines_of_the_curve(names: dict[str, Any]) -> None:
+    rows = [row.split(",") for row in names["rows"]]
+    curve = names["curve"]
+    assert [int(row[0]) for row in rows] == [one.step for one in curve] == [10, 20]
+    assert [float(row[1]) for row in rows] == [one.loss for one in curve]
+
+
 @pytest.mark.slow
 def test_examples_of_the_page_are_typed(tmp_path: Path) -> None:
     page = tmp_path / "page.py"

@@ -193,7 +193,10 @@ def test_json_beside_the_page_holds_the_same_facts_and_neither_holds_a_secret(li
     assert {one["silo_id"]: one["standing"] for one in json.loads(body)["silos"]}[
         "north"
     ] == "working"
-    shown = body + live.ask()[2]
+    status, headers, metrics = live.ask(path="/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'archipelago_silo_training_progress_ratio{silo="north"} 0.4\n' in metrics
+    shown = body + metrics + live.ask()[2]
     secrets = [PASSPHRASE.decode(), str(live.stage.federation.path)]
     for key in [
         *live.stage.federation.keys.glob("*.key"),
@@ -205,7 +208,8 @@ def test_json_beside_the_page_holds_the_same_facts_and_neither_holds_a_secret(li
 
 def test_nothing_but_reading_is_answered(live: Live) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
-        assert [live.ask(method, path)[0] for path in ("/", "/status.json")] == [405, 405]
+        answers = [live.ask(method, path)[0] for path in ("/", "/status.json", "/metrics")]
+        assert answers == [405, 405, 405]
 
 
 def test_other_paths_lead_nowhere(live: Live) -> None:

@@ -130,6 +130,25 @@ def test_rehearsal_is_said_on_the_page_and_in_the_text_and_another_plan_is_calle
             assert ("REHEARSAL" in text) == ("experts draw noise" in text) == said
 
 
+def test_page_draws_the_learning_curve_of_each_expert_and_says_that_it_stays(site: Site) -> None:
+    facts = read_review_facts(site)
+    assert [curve.expert_id for curve in facts.curves] == [
+        expert.expert_id for expert in facts.draft.experts
+    ]
+    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=())
+    assert page.count('<svg class="curve"') == len(facts.curves)
+    last = facts.curves[0].metrics[-1]
+    assert f"{last.loss:.4g} at step {last.step}" in page and "None of it leaves." in page
+    without = render(
+        "silo",
+        "approve.html.jinja",
+        facts=replace(facts, curves=()),
+        draft=facts.draft,
+        findings=(),
+    )
+    assert "Learning curves" not in without
+
+
 def leaves(value: object) -> Iterator[float]:
     """Every number in a document."""
     if isinstance(value, dict | list):
