@@ -161,6 +161,7 @@ def write_samples(
     release: str = "",
     classes: Sequence[str] = (),
     value_range: tuple[float, float] = (-1.0, 1.0),
+    first_number: int = 0,
 ) -> str:
     """Write samples by the name of `out`, and mark every file as synthetic.
 
@@ -172,6 +173,7 @@ def write_samples(
         release: digest of the manifest of the release that they come from, if there is one.
         classes: the requested class of each sample, if classes were requested.
         value_range: the data's; black and white of pictures.
+        first_number: number of the first sample; files of a folder are named by their samples' numbers.
 
     Returns:
         What was written, in words.
@@ -203,11 +205,11 @@ def write_samples(
         for index in range(len(images)):
             volume = images[index : index + 1]
             encoded = _encode_volumes(volume, marks.of_sample(index), compress=True)
-            write_atomic(out / f"{index:05d}.nii.gz", encoded)
+            write_atomic(out / f"{first_number + index:05d}.nii.gz", encoded)
         return f"{len(images)} NIfTI files"
     for index, picture in enumerate(pictures(images, value_range)):
         encoded = _encode_png(picture, marks.of_sample(index))
-        write_atomic(out / f"{index:05d}.png", encoded)
+        write_atomic(out / f"{first_number + index:05d}.png", encoded)
     return f"{len(images)} PNG files"
 
 
