@@ -86,7 +86,8 @@ def sample_student(
     origin = record.source
     written = write_samples(
         drawn.images,
-        drawn.expert_N.tolist(),
+        # An evaluation would take the student for the first expert of its release.
+        None,
         out,
         origin.manifest,
         class_names(record.condition, condition, num),

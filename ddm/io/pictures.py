@@ -156,7 +156,7 @@ class _Marks:
 
 def write_samples(
     images: "Tensor",
-    owners: Sequence[int],
+    owners: Sequence[int] | None,
     out: Path,
     release: str = "",
     classes: Sequence[str] = (),
@@ -167,7 +167,7 @@ def write_samples(
 
     Args:
         images: samples, in `value_range` but not clipped to it.
-        owners: the expert of each sample.
+        owners: the expert of each sample; None for samples of one network.
         out: FILE.png, a grid; FILE.npz, numbers; FILE.nii or FILE.nii.gz, volumes; or a name without an ending, a
             folder with a PNG file, or for a volume a NIfTI file, for each sample.
         release: digest of the manifest of the release that they come from, if there is one.
@@ -274,14 +274,15 @@ def _encode_png(picture: Image.Image, marks: dict[str, str]) -> bytes:
 
 
 def _encode_npz(
-    images: "Tensor", owners: Sequence[int], release: str, classes: Sequence[str]
+    images: "Tensor", owners: Sequence[int] | None, release: str, classes: Sequence[str]
 ) -> bytes:
     arrays = {
         "images": images.numpy(),
-        "expert": np.asarray(owners, dtype=np.int64),
         "synthetic": np.array(True),
         "release": np.array(release),
     }
+    if owners is not None:
+        arrays["expert"] = np.asarray(owners, dtype=np.int64)
     if classes:
         arrays["class"] = np.array(classes)
     archive = BytesIO()
