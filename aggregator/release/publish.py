@@ -31,7 +31,6 @@ from ddm.publishing.versions import NewestVersion
 from ddm.trust.paths import KEY_HISTORY
 
 RENEWED_BEFORE = timedelta(days=30)  # a timestamp that expires sooner calls for a new version
-ROOT_NAME = "1.root.json"
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,6 @@ def describe_contents(
     return ReleaseContents(
         name=settings.name,
         cite=settings.cite,
-        root_name=ROOT_NAME,
         plan=inventory.plan,
         plan_digest=inventory.plan_digest,
         members=members,

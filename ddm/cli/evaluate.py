@@ -21,12 +21,14 @@ from ddm.cli.options import (
     HOW,
     WHAT,
     MachineOptions,
-    ReleaseArgument,
+    ModelArgument,
+    ModelVerification,
     SolverOptions,
-    Verification,
     check_null,
     grouped,
+    is_student,
     read_memory,
+    refuse_options_of_release,
     warn_if_expired,
 )
 from ddm.cli.settings import DrawingSettings, read_settings, set_option
@@ -42,15 +44,13 @@ from ddm.sampling.strategies import STRATEGIES
 from ddm.system.console import progress, say, table
 
 if TYPE_CHECKING:
+    from ddm.cli.evaluated_models import EvaluatedModel
     from ddm.cli.evaluated_samples import SampleSet
     from ddm.evaluation.features import Features
     from ddm.evaluation.measuring import Yardstick
     from ddm.evaluation.page import EvaluatedSamples
     from ddm.evaluation.reference import Reference
-    from ddm.loading.release import Release
     from ddm.protocol.architecture import Condition
-    from ddm.protocol.manifest import Manifest
-    from ddm.protocol.plan import Plan
     from ddm.sampling.strategies import Strategy
 
 COMPARE = "What to compare with"
@@ -222,17 +222,17 @@ class EvaluatedDrawingOptions:
 
 @grouped
 def evaluate(
-    release: ReleaseArgument,
+    source: ModelArgument,
     *,
     evaluated: EvaluatedOptions,
     conditioning: ReferenceConditionOptions,
     output: OutputOptions,
     compared: ComparisonOptions,
     drawing: EvaluatedDrawingOptions,
-    verification: Verification,
+    verification: ModelVerification,
     machine: MachineOptions,
 ) -> None:
-    """Measure samples against real images: FID, KID, precision, recall, shares, copies; verifies first."""
+    """Measure samples against real images: FID, KID, precision, recall, shares, copies; verifies a release first."""
     # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
     rare = read_settings(DrawingSettings, drawing.settings)
     samples = evaluated.samples
@@ -253,30 +253,45 @@ def evaluate(
     strategies = _choose_strategies(names, strategy_settings)
     _prepare_page_folder(output.out)
 
+    if is_student(source):
+        _check_student(source, verification, drawing, strategy_settings, rare)
+
+    from ddm.cli.evaluated_models import EvaluatedModel, StudentDrawing
     from ddm.cli.evaluated_samples import EvaluationDrawing, read_samples
     from ddm.cli.sampling import ComputeSettings
     from ddm.system.memory import memory_limit
 
     computing = ComputeSettings(machine.device, machine.arithmetic(), rare.batch)
     limit = memory_limit(read_memory(machine.memory))
-    opened = verification.open(release, experts_later=True)
-    plan = opened.plan
-    manifest = opened.manifest
-    comparison = _open_comparison(compared, opened)
-    weights, declared_shares = read_priors(manifest, drawing.following.prior, rare.class_prior)
+    opened = None
+    student = None
+    declared_shares = None
+    if is_student(source):
+        from ddm.distillation.student import read_record
+
+        student = read_record(source)
+        model = EvaluatedModel.of_student(student)
+        weights = [1.0]
+    else:
+        opened = verification.of_release().open(source, experts_later=True)
+        model = EvaluatedModel.of_release(opened)
+        weights, declared_shares = read_priors(
+            opened.manifest, drawing.following.prior, rare.class_prior
+        )
+    comparison = _open_comparison(compared, model)
 
     given_samples = None
     num_samples = evaluated.num or 0
     if samples is not None:
-        given_samples = read_samples(opened, samples, evaluated.num)
+        given_samples = read_samples(model.data, len(model.owners), samples, evaluated.num)
         num_samples = len(given_samples.images)
-    needed = _comparing_bytes(plan, comparison, num_samples)
+    needed = _comparing_bytes(model, comparison, num_samples)
     if given_samples is None:
-        needed += _conditions_bytes(plan, num_samples, conditioning.text_encoder)
+        needed += _conditions_bytes(model, num_samples, conditioning.text_encoder)
     limit.check(
         "memory",
         # The samples themselves are float32.
-        needed + 4 * num_samples * plan.data.dim,
+        needed + 4 * num_samples * model.data.dim,
         "Evaluate fewer images, or raise the limit with --memory.",
     )
 
@@ -287,25 +302,19 @@ def evaluate(
         # Nobody knows how the samples of a file were drawn; they are compared with the shares of --prior.
         due_shares = weights
     else:
-        # Each expert's share of a class is known where it was declared or counted, or where there is one expert.
-        counted = (
-            declared_shares is not None
-            or plan.statistics.class_counts is not None
-            or len(weights) == 1
-        )
         conditions = conditions_for(
             conditioning,
-            plan.condition,
+            model.condition,
             comparison.reference,
             num_samples,
             solving.seed,
-            counted=counted,
+            counted=declared_shares is not None or model.counts_classes,
         )
         _check_conditioned(conditions.value is not None, rare, guidance)
         if guidance:
-            check_null(plan.condition, "--guidance", "Leave --guidance out.")
+            check_null(model.condition, "--guidance", "Leave --guidance out.")
         condition_words = conditions.words
-        comparison = _compare_with_class(comparison, conditions, plan.condition)
+        comparison = _compare_with_class(comparison, conditions, model.condition)
         how = {
             "steps": solving.steps,
             "solver": solving.solver.value,
@@ -316,16 +325,23 @@ def evaluate(
             "router_every": rare.router_every or 1,
         }
         num_processes = min(machine.processes, num_samples)
-        evaluation_drawing = EvaluationDrawing(
-            opened, computing, num_processes, solving.seed, how, declared_shares
-        )
-        sample_sets, due_shares = evaluation_drawing.draw(
-            strategies, num_samples, limit, needed, show_progress
-        )
+        due_shares = weights
+        if student is not None:
+            student_drawing = StudentDrawing(
+                student, Path(source), computing, num_processes, solving.seed, how
+            )
+            sample_sets = [student_drawing.draw(num_samples, limit, needed, show_progress)]
+        elif opened is not None:
+            evaluation_drawing = EvaluationDrawing(
+                opened, computing, num_processes, solving.seed, how, declared_shares
+            )
+            sample_sets, due_shares = evaluation_drawing.draw(
+                strategies, num_samples, limit, needed, show_progress
+            )
 
     # Features of the real images are computed once, for all sets of samples.
     yardstick = _make_yardstick(comparison, solving.seed, show_progress)
-    results = _measure(sample_sets, yardstick, manifest, due_shares, show_progress)
+    results = _measure(sample_sets, yardstick, model, due_shares, show_progress)
 
     sampling = None
     if condition_words is not None:
@@ -335,25 +351,46 @@ def evaluate(
             "conditions": condition_words,
             "guidance": guidance or 0.0,
         }
-    origin = _origin(opened, comparison, solving.seed, sampling, samples)
+    origin = _origin(model, comparison, solving.seed, sampling, samples)
     document = _document(results, origin)
     out = output.out
     if out is not None:
-        silos = [silo.silo_id for silo in manifest.silos]
-        _write_page(out, document, results, yardstick, silos, plan.data.range)
+        _write_page(out, document, results, yardstick, model)
     # Nothing but the document, which other programs parse.
     if output.as_json:
         say(json.dumps(document, indent=2))
     else:
         say(_tables(results, comparison.features))
-        if sampling is not None and not isinstance(plan.condition, NoCondition):
+        if sampling is not None and not isinstance(model.condition, NoCondition):
             say(f"\nThe samples were drawn {condition_words}, with guidance {guidance or 0:g}.")
         if out is not None:
             say(f"\nThe page: {out / 'index.html'}; the figures: {out / 'evaluation.json'}.")
             say(
                 "The page shows images of the reference, and only you can read it; the figures show none."
             )
-    warn_if_expired(opened)
+    if opened is not None:
+        warn_if_expired(opened)
+
+
+def _check_student(
+    source: str,
+    verification: ModelVerification,
+    drawing: EvaluatedDrawingOptions,
+    strategy_settings: dict[str, Any],
+    rare: DrawingSettings,
+) -> None:
+    """Refuse options of a release, its silos and its router, none of which a student has."""
+    refuse_options_of_release(
+        source,
+        {
+            "--root": verification.root,
+            "--strategy": drawing.strategy,
+            **{FLAGS[name]: name for name in strategy_settings},
+            "--prior": drawing.following.prior != "data",
+            "--set class-prior": rare.class_prior != "data",
+            "--set router-every": rare.router_every,
+        },
+    )
 
 
 def _prepare_page_folder(out: Path | None) -> None:
@@ -371,39 +408,40 @@ def _prepare_page_folder(out: Path | None) -> None:
     prepare_output(out)
 
 
-def _open_comparison(options: ComparisonOptions, opened: "Release") -> EvaluationReference:
+def _open_comparison(options: ComparisonOptions, model: "EvaluatedModel") -> EvaluationReference:
     from ddm.evaluation.features import open_features
     from ddm.evaluation.reference import open_reference
 
-    plan = opened.plan
     # Decoding and transforming pictures takes a while, without a progress bar.
-    if plan.transform:
+    if model.transform:
         say("reading the images to compare with", error=True)
-    reference = open_reference(options.reference, plan.data, options.by, plan.transform)
+    reference = open_reference(options.reference, model.data, options.by, model.transform)
     holdout = None
     if options.holdout is not None:
-        holdout = open_reference(options.holdout, plan.data, None, plan.transform)
-    features = open_features(options.features, plan, opened.folder)
+        holdout = open_reference(options.holdout, model.data, None, model.transform)
+    features = open_features(options.features, model.data, model.open_encoder)
     return EvaluationReference(reference, holdout, features, options.neighbours)
 
 
-def _comparing_bytes(plan: "Plan", comparison: EvaluationReference, num_samples: int) -> int:
+def _comparing_bytes(
+    model: "EvaluatedModel", comparison: EvaluationReference, num_samples: int
+) -> int:
     """Return the bytes of the real images and of computing the figures."""
     from ddm.evaluation.metrics import metrics_bytes
 
     # Copies are looked for among pixels, of which large images have at most so many after averaging.
-    num_pixels = min(plan.data.dim, 4096)
+    num_pixels = min(model.data.dim, 4096)
     figures = metrics_bytes(num_samples, comparison.num_images, comparison.features.dim, num_pixels)
     return comparison.num_bytes + figures
 
 
-def _conditions_bytes(plan: "Plan", num_samples: int, text_encoder: Path | None) -> int:
+def _conditions_bytes(model: "EvaluatedModel", num_samples: int, text_encoder: Path | None) -> int:
     """Return the bytes of the conditions of samples that are drawn here, and of the encoder of texts."""
     from ddm.footprint import condition_bytes, labels_bytes
 
-    num_bytes = 2 * labels_bytes(plan.condition, num_samples)
+    num_bytes = 2 * labels_bytes(model.condition, num_samples)
     if text_encoder is not None:
-        num_bytes += condition_bytes(plan.condition)
+        num_bytes += condition_bytes(model.condition)
     return num_bytes
 
 
@@ -447,7 +485,7 @@ def _make_yardstick(
 def _measure(
     sample_sets: "Sequence[SampleSet]",
     yardstick: "Yardstick",
-    manifest: "Manifest",
+    model: "EvaluatedModel",
     due_shares: Sequence[float],
     show_progress: ShowProgress,
 ) -> "list[EvaluatedSamples]":
@@ -455,14 +493,14 @@ def _measure(
     from ddm.evaluation.origins import SampleOrigins
     from ddm.evaluation.page import EvaluatedSamples
 
-    owners = [expert.silo_id for expert in manifest.experts]
-    silos = [silo.silo_id for silo in manifest.silos]
+    silos = model.silos
     silo_priors = dict.fromkeys(silos, 0.0)
-    for owner, share in zip(owners, due_shares, strict=True):
+    # A student has no owners, and one share.
+    for owner, share in zip(model.owners, due_shares, strict=bool(silos)):
         silo_priors[owner] += share
     results = []
     for sample_set in sample_sets:
-        silo_N = sample_set.silo_N(owners, silos)
+        silo_N = sample_set.silo_N(model.owners, silos)
         origins = None
         if silo_N is not None:
             origins = SampleOrigins(silo_N, silos, list(silo_priors.values()))
@@ -531,7 +569,7 @@ def _choose_strategies(names: list[str], settings: dict[str, Any]) -> "dict[str,
 
 
 def _origin(
-    opened: "Release",
+    model: "EvaluatedModel",
     comparison: EvaluationReference,
     seed: int,
     sampling: dict[str, Any] | None,
@@ -541,16 +579,11 @@ def _origin(
     from ddm.evaluation.intervals import LEVEL
     from ddm.protocol.base import sha256_file
 
-    manifest = opened.manifest
     features = comparison.features
     reference = comparison.reference
     holdout = comparison.holdout
     return {
-        "release": {
-            "plan_id": manifest.plan_id,
-            "version": manifest.version,
-            "manifest": opened.manifest_digest,
-        },
+        **model.origin,
         "features": {"name": features.name, "dim": features.dim, "digest": features.digest},
         "reference": {
             "num": reference.num,
@@ -587,9 +620,8 @@ def _write_page(
     document: dict[str, Any],
     results: "list[EvaluatedSamples]",
     yardstick: "Yardstick",
-    silos: list[str],
-    value_range: tuple[float, float],
+    model: "EvaluatedModel",
 ) -> None:
     from ddm.evaluation.page import write_page
 
-    write_page(out, document, results, yardstick.reference, silos, value_range)
+    write_page(out, document, results, yardstick.reference, model.silos, model.data.range)

@@ -29,6 +29,7 @@ from ddm.images.ranges import RangeCounter, ValueKind, range_of_type, range_rema
 from ddm.io.files import require_file
 from ddm.loading.memory import expert_memory_bytes
 from ddm.loading.release import Release
+from ddm.protocol.data import DataSpec
 from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Strategy
 from ddm.system.memory import MemoryLimit, available_bytes
@@ -160,11 +161,12 @@ class EvaluationDrawing:
         return self.declared_shares
 
 
-def read_samples(opened: Release, path: Path, num: int | None) -> SampleSet:
+def read_samples(spec: DataSpec, num_experts: int, path: Path, num: int | None) -> SampleSet:
     """Read samples that were drawn before, and the expert of each if the file has it.
 
     Args:
-        opened: the release that they are compared under.
+        spec: shape and range that they should have.
+        num_experts: of the release that they are compared under; 0 for samples of a student, which has no experts.
         path: an npz with `images`, and maybe `expert`, as `ddm sample` writes it.
         num: read only the first ones; None for all.
 
@@ -172,7 +174,6 @@ def read_samples(opened: Release, path: Path, num: int | None) -> SampleSet:
         MissingFileError: nothing at `path`.
         DataError: no such file, images of another shape, or values of another range.
     """
-    spec = opened.plan.data
     require_file(path, "an npz that ddm sample wrote")
     # A compressed file may unpack to any size.
     array = read_array(path, "images", max_bytes=available_bytes())
@@ -200,7 +201,9 @@ def read_samples(opened: Release, path: Path, num: int | None) -> SampleSet:
         counter.use(), value_range, ValueKind.SAMPLES, subject="The samples' values"
     )
     images = fit(array, range(len(array)), spec=spec)
-    expert_N = _read_experts(path, len(images), num, len(opened.manifest.experts))
+    expert_N = None
+    if num_experts:
+        expert_N = _read_experts(path, len(images), num, num_experts)
     return SampleSet(path.name, images, expert_N, tuple(notes))
 
 

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.options import (
-    TRUST,
-    AcceptKeyOption,
-    ArchivedOption,
-    SiloKeyOption,
-    StateOption,
-    Verification,
+    ModelArgument,
+    ModelVerification,
     fetch_progress,
     grouped,
+    is_student,
+    refuse_options_of_release,
     warn_if_expired,
 )
 from ddm.errors import SetupError
@@ -32,39 +30,26 @@ _FORMS = "Form of the export"
 class ReleaseOptions:
     """Which part of a release is exported, and how the release is verified; a student has none of these."""
 
-    root: Annotated[
-        Path | None,
-        typer.Option(
-            "--root",
-            metavar="FILE",
-            help="The pinned 1.root.json, for a release.",
-            rich_help_panel=TRUST,
-        ),
-    ] = None
     expert: Annotated[
         str | None, typer.Option("--expert", metavar="NAME", help="Export this expert.")
     ] = None
     router: Annotated[bool, typer.Option("--router", help="Export the router.")] = False
-    state: StateOption = None
-    silo_key: SiloKeyOption = None
-    accept_key: AcceptKeyOption = None
-    archived: ArchivedOption = False
+    verification: ModelVerification = ModelVerification()
 
-    def check_student(self, source: Path) -> None:
+    def check_student(self, source: str) -> None:
         """Refuse options of a release where the source is a student.
 
         Raises:
             SetupError: names the option.
         """
-        options = {"--root": self.root, "--expert": self.expert, "--router": self.router}
-        for name, value in options.items():
-            if value:
-                raise SetupError(
-                    name,
-                    expected=f"a release's folder or address, or no {name}",
-                    got=f"the file {source.name}",
-                    remedy=f"Leave {name} out, or name the folder or the address of a release.",
-                )
+        refuse_options_of_release(
+            source,
+            {
+                "--root": self.verification.root,
+                "--expert": self.expert,
+                "--router": self.router,
+            },
+        )
 
     def open(self, source: str) -> "Release":
         """Verify the release.
@@ -82,17 +67,7 @@ class ReleaseOptions:
                 remedy="Add --expert NAME, one of those that `ddm info RELEASE --root FILE --json` lists, or --router. "
                 "A whole ensemble opens in Python (docs/how-to/export.md).",
             )
-        if self.root is None:
-            raise SetupError(
-                "--root",
-                expected="the pinned 1.root.json, since releases are verified first",
-                got="no --root",
-                remedy="Add --root FILE.",
-            )
-        verification = Verification(
-            self.root, self.state, self.silo_key, self.accept_key, self.archived
-        )
-        return verification.open(source, experts_later=True)
+        return self.verification.of_release().open(source, experts_later=True)
 
 
 @dataclass(frozen=True)
@@ -152,14 +127,7 @@ class FormOptions:
 
 @grouped
 def export(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A student's FILE.safetensors, or a release: its folder, or https://HOST/PATH, or "
-            "hf://OWNER/NAME@REVISION.",
-        ),
-    ],
+    source: ModelArgument,
     *,
     forms: FormOptions,
     release_options: ReleaseOptions,
@@ -184,14 +152,11 @@ def export(
 
         # Before the weights are read.
         require_onnx()
-    from ddm.fetching.address import read_address
-
-    path = Path(source)
-    if read_address(source) is None and not path.is_dir():
-        release_options.check_student(path)
+    if is_student(source):
+        release_options.check_student(source)
         from ddm.export.model import open_student
 
-        _write(open_student(path), forms)
+        _write(open_student(Path(source)), forms)
         return
 
     release = release_options.open(source)

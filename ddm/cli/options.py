@@ -7,7 +7,7 @@ program shows its fields among the command's own options. A field may itself be 
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -19,6 +19,7 @@ import typer
 
 from ddm.errors import ArchivedWarningError, SetupError
 from ddm.fetching.address import read_address
+from ddm.protocol.base import MAX_INTEGER
 from ddm.system.console import progress, say
 from ddm.system.devices import DeviceName
 
@@ -49,6 +50,14 @@ ReleaseArgument = Annotated[
 RootOption = Annotated[
     Path,
     typer.Option("--root", metavar="FILE", help="The pinned 1.root.json.", rich_help_panel=TRUST),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A student's FILE.safetensors, or a release: its folder, or https://HOST/PATH, or "
+        "hf://OWNER/NAME@REVISION.",
+    ),
 ]
 StateOption = Annotated[
     Path | None,
@@ -188,6 +197,16 @@ _PIXEL_BYTES = 8  # with its copies
 # How images are sampled, from a release or a student.
 NumOption = Annotated[
     int, typer.Option("--num", min=1, help="Number of images.", rich_help_panel=WHAT)
+]
+FirstOption = Annotated[
+    int,
+    typer.Option(
+        "--first",
+        min=0,
+        max=MAX_INTEGER,
+        help="Number of the first image, to draw a set in parts.",
+        rich_help_panel=WHAT,
+    ),
 ]
 ImagesOption = Annotated[
     Path,
@@ -396,6 +415,68 @@ class Verification:
         for news in opened.verified.notices:
             say(f"note: {news}", error=True)
         return opened
+
+
+@dataclass(frozen=True)
+class ModelVerification:
+    """How a release is verified, in a command that takes a student too; a student is not signed."""
+
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            "--root",
+            metavar="FILE",
+            help="The pinned 1.root.json, for a release.",
+            rich_help_panel=TRUST,
+        ),
+    ] = None
+    state: StateOption = None
+    silo_key: SiloKeyOption = None
+    accept_key: AcceptKeyOption = None
+    archived: ArchivedOption = False
+    cache: CacheOption = None
+
+    def of_release(self) -> Verification:
+        """Return how the release is verified.
+
+        Raises:
+            SetupError: no root.
+        """
+        if self.root is None:
+            raise SetupError(
+                "--root",
+                expected="the pinned 1.root.json, since releases are verified first",
+                got="no --root",
+                remedy="Add --root FILE.",
+            )
+        return Verification(
+            self.root, self.state, self.silo_key, self.accept_key, self.archived, self.cache
+        )
+
+
+def is_student(model: str) -> bool:
+    """Return whether the argument of a command names a student's file, and no release."""
+    return read_address(model) is None and Path(model).suffix == ".safetensors"
+
+
+def refuse_options_of_release(student: str, options: Mapping[str, object]) -> None:
+    """Refuse options that mean nothing for a student.
+
+    Args:
+        student: its file.
+        options: values by the option's name; those that are not given are false.
+
+    Raises:
+        SetupError: names the option.
+    """
+    for name, value in options.items():
+        if value:
+            raise SetupError(
+                name,
+                expected=f"a release's folder or address, or no {name}",
+                got=f"the file {Path(student).name}",
+                remedy=f"Leave {name} out, or name the folder or the address of a release.",
+            )
 
 
 @dataclass(frozen=True)

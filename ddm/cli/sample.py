@@ -14,6 +14,7 @@ from ddm.cli.editing_options import (
 from ddm.cli.options import (
     HOW,
     ConditionOptions,
+    FirstOption,
     ImagesOption,
     MachineOptions,
     NumOption,
@@ -61,6 +62,7 @@ def sample(
     release: ReleaseArgument,
     *,
     num: NumOption,
+    first: FirstOption = 0,
     out: ImagesOption,
     conditioning: ConditionOptions,
     editing_files: EditingFiles,
@@ -152,7 +154,9 @@ def sample(
         "guidance_interval": guidance_interval,
         "router_every": rare.router_every or 1,
     }
-    job = SamplingJob(source, chosen_strategy, solving.seed, how, editing, begin)
+    job = SamplingJob(
+        source, chosen_strategy, solving.seed, how, editing, begin, first_number=first
+    )
     weight_K = expert_shares(ensemble, weights, class_prior)
     if opened.hosted is not None:
         with fetch_progress(release) as advance:
@@ -169,6 +173,7 @@ def sample(
         opened.manifest_digest,
         names,
         plan.data.range,
+        first_number=first,
     )
     class_name = names[0] if names else None
     shares = describe_shares(

@@ -8,6 +8,7 @@ import typer
 
 from ddm.cli.options import (
     ConditionOptions,
+    FirstOption,
     ImagesOption,
     MachineOptions,
     NumOption,
@@ -27,6 +28,7 @@ def sample_student(
     ],
     *,
     num: NumOption,
+    first: FirstOption = 0,
     out: ImagesOption,
     conditioning: ConditionOptions,
     solving: SolverOptions,
@@ -77,18 +79,20 @@ def sample_student(
     }
     # An ensemble of one, so that everything else is as with a release.
     source = StudentSource(record, student, computing)
-    job = SamplingJob(source, Lock(), solving.seed, how)
+    job = SamplingJob(source, Lock(), solving.seed, how, first_number=first)
     with progress(f"sampling {num}") as advance:
         drawn = draw(job, num, num_processes, torch.ones(1), advance)
 
     origin = record.source
     written = write_samples(
         drawn.images,
-        drawn.expert_N.tolist(),
+        # An evaluation would take the student for the first expert of its release.
+        None,
         out,
         origin.manifest,
         class_names(record.condition, condition, num),
         record.data.range,
+        first_number=first,
     )
     say(
         f"{num} samples in {out} ({written}). The student names as its source {origin.plan_id}, version "

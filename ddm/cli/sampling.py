@@ -190,7 +190,8 @@ class SamplingJob:
         how: further arguments of `Ensemble.sample`, `steps` and `condition` among them.
         editing: what becomes of images that samples begin with.
         begin: those images, one for each sample, and where they are known; None for samples from noise.
-        order: the numbers of the samples in the order in which several processes take equal shares of them.
+        order: the rows of the samples in the order in which several processes take equal shares of them.
+        first_number: number of the sample in row 0; a sample's random stream follows from its number and the seed.
     """
 
     source: SampleSource
@@ -200,20 +201,20 @@ class SamplingJob:
     editing: EditingOptions = FROM_NOISE
     begin: tuple[Any, Any] | None = None
     order: tuple[int, ...] = ()
+    first_number: int = 0
 
     @property
     def num_moves(self) -> int:
         """How often each sample moves."""
         return self.editing.num_moves(self.how["steps"])
 
-    def draw(self, ensemble: Ensemble, numbers: Sequence[int], advance: Advance) -> DrawnSamples:
-        """Draw the samples of these numbers, in this process."""
-        rows = list(numbers)
+    def draw(self, ensemble: Ensemble, rows: Sequence[int], advance: Advance) -> DrawnSamples:
+        """Draw the samples of these rows, in this process."""
+        rows = list(rows)
         how = {name: _as_tensor(value) for name, value in self.how.items()}
         how["strategy"] = self.strategy
         how["seed"] = self.seed
-        # A sample's random stream follows from its number and the seed.
-        how["numbers"] = numbers
+        how["numbers"] = self.numbers_of(rows)
         how["on_progress"] = advance
         # One condition for all samples stays as it is; one for each is reduced to this process's samples.
         condition_N = per_sample(ensemble.condition, how["condition"])
@@ -226,11 +227,15 @@ class SamplingJob:
         samples = self.editing.draw(ensemble, len(rows), begin, how)
         return DrawnSamples(samples.images, samples.expert_N)
 
+    def numbers_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the numbers of the samples in these rows."""
+        return [self.first_number + row for row in rows]
+
     def __call__(self, rank: int, num: int, report: Callable[[Any], None]) -> None:
         """Draw this process's samples, as one of several."""
         # Neighbours in the order have the same expert, so that each process gets a run of them and loads few experts.
-        numbers = torch.as_tensor(self.order).tensor_split(num)[rank].tolist()
-        if not numbers:
+        rows = torch.as_tensor(self.order).tensor_split(num)[rank].tolist()
+        if not rows:
             return
         last_report = 0.0
 
@@ -240,12 +245,12 @@ class SamplingJob:
                 last_report = time.monotonic()
                 report((rank, num_done))
 
-        drawn = self.draw(self.source.ensemble(rank, lazily=True), numbers, report_progress)
+        drawn = self.draw(self.source.ensemble(rank, lazily=True), rows, report_progress)
         # Sent in pieces, since the receiver unpacks a message as a whole beside the array that it fills.
         piece_images = max(1, _PIECE_BYTES // (4 * drawn.images[0].numel()))
-        for first in range(0, len(numbers), piece_images):
+        for first in range(0, len(rows), piece_images):
             piece = slice(first, first + piece_images)
-            report((numbers[piece], drawn.images[piece].numpy(), drawn.expert_N[piece].numpy()))
+            report((rows[piece], drawn.images[piece].numpy(), drawn.expert_N[piece].numpy()))
 
 
 def draw(
@@ -256,7 +261,7 @@ def draw(
     advance: Advance,
     ensemble: Ensemble | None = None,
 ) -> DrawnSamples:
-    """Draw samples 0 to num - 1, here, from the ensemble if it is built already, or as `draw_together` does."""
+    """Draw rows 0 to num - 1, here, from the ensemble if it is built already, or as `draw_together` does."""
     if num_processes == 1:
         return job.draw(ensemble or job.source.ensemble(), range(num), advance)
     return draw_together(job, num, num_processes, weight_K, advance)
@@ -265,7 +270,7 @@ def draw(
 def draw_together(
     job: SamplingJob, num: int, num_processes: int, weight_K: Tensor, advance: Advance
 ) -> DrawnSamples:
-    """Draw samples 0 to num - 1 in several processes; the threads of this one are divided among them.
+    """Draw rows 0 to num - 1 in several processes; the threads of this one are divided among them.
 
     Args:
         job: what to draw.
@@ -278,7 +283,7 @@ def draw_together(
         SetupError: a process died.
         ArchipelagoError: what a process raised.
     """
-    # Filled as pieces arrive, in the order of the samples' numbers, whichever process drew them.
+    # Filled as pieces arrive, in the order of the rows, whichever process drew them.
     images = np.empty((num, *job.source.data.shape), np.float32)
     expert_N = np.empty(num, np.int64)
     num_done_by_rank = [0] * num_processes
@@ -292,9 +297,9 @@ def draw_together(
             num_done_by_rank[rank] = num_done
             advance(sum(num_done_by_rank), num * job.num_moves)
             return
-        numbers, piece_images, piece_expert_N = message
-        images[numbers] = piece_images
-        expert_N[numbers] = piece_expert_N
+        rows, piece_images, piece_expert_N = message
+        images[rows] = piece_images
+        expert_N[rows] = piece_expert_N
 
     # As arrays, here and back, since torch would put tensors into shared memory, which many containers have little of.
     how = {name: _as_array(value) for name, value in job.how.items()}
@@ -313,7 +318,7 @@ def draw_together(
 
 
 def sample_order(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
-    """Return the numbers of all samples in the order in which processes take equal shares of them.
+    """Return the rows of all samples in the order in which processes take equal shares of them.
 
     Under lock at t = 1 that is the order of their experts, which are drawn here as they will be there.
     """
@@ -323,10 +328,10 @@ def sample_order(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
 
 
 def _first_experts(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
-    """Return the expert that each sample's first number draws, shape (N,)."""
+    """Return the expert that each sample's first random number draws, shape (N,)."""
     shape = job.source.expert_shape
     uniforms = []
-    for number in range(num):
+    for number in job.numbers_of(range(num)):
         # One number at a time: each sample has a random stream of its own.
         _, uniform_11 = draw_noise([number], shape, job.seed, 1)
         uniforms.append(uniform_11[:, 0])
@@ -334,7 +339,7 @@ def _first_experts(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
 
 
 def needed_experts(job: SamplingJob, num: int, weight_K: Tensor) -> list[int]:
-    """Return the numbers of the experts that may be evaluated for samples 0 to num - 1; no other file is opened.
+    """Return the numbers of the experts that may be evaluated for these samples; no other file is opened.
 
     Under lock at t = 1 these are the drawn ones, otherwise all with a prior above 0.
     """

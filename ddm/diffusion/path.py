@@ -150,6 +150,7 @@ def expand_time(t_B: Tensor, x_B: Tensor) -> Tensor:
             "t",
             expected=f"{x_B.shape[0]} times, one per sample",
             got=f"shape {tuple(t_B.shape)}",
+            remedy=f"Give one time for each sample: torch.full(({x_B.shape[0]},), 0.5).",
         )
     # Broadcast over all data dimensions, images and volumes alike.
     num_inner = x_B.dim() - 1

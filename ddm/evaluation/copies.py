@@ -21,7 +21,7 @@ VOLUME_SIDE = 16
 _NEAR_SHARE = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NearestCopies:
     """How near samples come to the reference in one space.
 
@@ -38,6 +38,13 @@ class NearestCopies:
     near: Estimate
     threshold: float
     num_holdout: int
+
+    def __repr__(self) -> str:
+        nearest = float(self.ratio_N.min())
+        return (
+            f"NearestCopies of {len(self.ratio_N)} samples: {self.near.value:.2%} near copies, "
+            f"1% by chance; nearest at {nearest:.4g} of the usual distance"
+        )
 
     @property
     def worst(self) -> list[int]:

@@ -42,35 +42,37 @@ class Features:
 
 def open_features(
     text: str,
-    plan: Plan,
-    folder: Path,
+    data: DataSpec,
+    open_encoder: Callable[[], Features] | None = None,
 ) -> Features:
     """Open the features that a user named.
 
     Args:
         text: one of `FORMS`.
-        plan: of the verified release; states shape and range of the images.
-        folder: the release's, which holds the plan's files.
+        data: shape and range of the images.
+        open_encoder: opens those of the plan's encoder, see `encoder_features`; None where no plan is at hand.
 
     Raises:
-        SetupError: another form, a network that timm does not have, or weights of another one.
+        SetupError: another form, a network that timm does not have, weights of another one, or no plan's encoder.
         MissingFileError: nothing at the path.
         TensorFileError: weights that are not strictly what they should be.
         DataError: features for images of another shape or range.
     """
     kind, colon, source = text.partition(":")
     if text == "encoder":
-        encoder = PlanFiles.load(plan, folder).encoder
-        return Features(
-            name=f"encoder ({plan.encoder.kind})",
-            digest=plan.file(plan.encoder.path).digest,
-            dim=encoder.dim,
-            encode=encoder.encode,
-        )
+        if open_encoder is None:
+            raise SetupError(
+                "--features",
+                expected="features from a file: timm:FILE, clip:FOLDER, or a small classifier",
+                got="encoder, which is in the release and not beside its student",
+                remedy="Train a small classifier: `python -m examples.paper.classifier --data public.npz --out "
+                "classifier.safetensors` in Archipelago's repository, then add --features classifier.safetensors.",
+            )
+        return open_encoder()
     if kind == "timm" and source:
-        return _open_timm(source, plan.data)
+        return _open_timm(source, data)
     if kind == "clip" and source:
-        return _open_clip(source, plan.data)
+        return _open_clip(source, data)
     # A path may contain a colon too.
     if colon and not Path(text).exists():
         raise SetupError(
@@ -79,7 +81,26 @@ def open_features(
             got=repr(text[:80]),
             remedy="Name the features in one of these forms.",
         )
-    return _open_classifier(Path(text), plan.data)
+    return _open_classifier(Path(text), data)
+
+
+def encoder_features(plan: Plan, folder: Path) -> Features:
+    """Open the features of a plan's own encoder.
+
+    Args:
+        plan: of a verified release.
+        folder: the release's, which holds the plan's files.
+
+    Raises:
+        TensorFileError: weights that are not strictly what they should be.
+    """
+    encoder = PlanFiles.load(plan, folder).encoder
+    return Features(
+        name=f"encoder ({plan.encoder.kind})",
+        digest=plan.file(plan.encoder.path).digest,
+        dim=encoder.dim,
+        encode=encoder.encode,
+    )
 
 
 def _open_clip(text: str, data: DataSpec) -> Features:

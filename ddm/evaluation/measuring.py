@@ -69,7 +69,7 @@ class SiloResult:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What was measured of one set of samples.
 
@@ -94,6 +94,11 @@ class Evaluation:
     copies: Mapping[str, NearestCopies]
     floor: Floor | None
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        figures = [f"{name} {estimate.value:.4g}" for name, estimate in self.metrics.items()]
+        compared = f"{self.num} samples with {self.num_reference} reference images"
+        return f"Evaluation, {compared}\n  {', '.join(figures)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as `ddm evaluate --json` prints them."""

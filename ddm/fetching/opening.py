@@ -91,7 +91,7 @@ def require_hub_package() -> None:
             "hf://",
             expected="the package huggingface_hub",
             got="no such package in this environment",
-            remedy="Install it beside this program: `python -m pip install huggingface_hub`.",
+            remedy="Install it: in Archipelago's repository, pip install '.[hub]'.",
         )
 
 

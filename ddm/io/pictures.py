@@ -190,22 +190,24 @@ def encode_samples(
 
 def write_samples(
     images: "Tensor",
-    owners: Sequence[int],
+    owners: Sequence[int] | None,
     out: Path,
     release: str = "",
     classes: Sequence[str] = (),
     value_range: tuple[float, float] = (-1.0, 1.0),
+    first_number: int = 0,
 ) -> str:
     """Write samples by the name of `out`, and mark every file as synthetic.
 
     Args:
         images: samples, in `value_range` but not clipped to it.
-        owners: the expert of each sample.
+        owners: the expert of each sample; None for samples of one network.
         out: FILE.png, a grid; FILE.npz, numbers; FILE.nii or FILE.nii.gz, volumes; or a name without an ending, a
             folder with a PNG file, or for a volume a NIfTI file, for each sample.
         release: digest of the manifest of the release that they come from, if there is one.
         classes: the requested class of each sample, if classes were requested.
         value_range: the data's; black and white of pictures.
+        first_number: number of the first sample; files of a folder are named by their samples' numbers.
 
     Returns:
         What was written, in words.
@@ -231,11 +233,11 @@ def write_samples(
         for index in range(len(images)):
             volume = images[index : index + 1]
             encoded = _encode_volumes(volume, marks.of_sample(index), compress=True)
-            write_atomic(out / f"{index:05d}.nii.gz", encoded)
+            write_atomic(out / f"{first_number + index:05d}.nii.gz", encoded)
         return f"{len(images)} NIfTI files"
     for index, picture in enumerate(pictures(images, value_range)):
         encoded = _encode_png(picture, marks.of_sample(index))
-        write_atomic(out / f"{index:05d}.png", encoded)
+        write_atomic(out / f"{first_number + index:05d}.png", encoded)
     return f"{len(images)} PNG files"
 
 
@@ -300,14 +302,15 @@ def _encode_png(picture: Image.Image, marks: dict[str, str]) -> bytes:
 
 
 def _encode_npz(
-    images: "Tensor", owners: Sequence[int], release: str, classes: Sequence[str]
+    images: "Tensor", owners: Sequence[int] | None, release: str, classes: Sequence[str]
 ) -> bytes:
     arrays = {
         "images": images.numpy(),
-        "expert": np.asarray(owners, dtype=np.int64),
         "synthetic": np.array(True),
         "release": np.array(release),
     }
+    if owners is not None:
+        arrays["expert"] = np.asarray(owners, dtype=np.int64)
     if classes:
         arrays["class"] = np.array(classes)
     archive = BytesIO()

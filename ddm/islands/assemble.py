@@ -334,7 +334,6 @@ def _gather_contents(
     return ReleaseContents(
         name=split.name,
         cite=split.cite,
-        root_name=islands.root.name,
         plan=plan,
         plan_digest=plan.digest,
         members=members,

@@ -29,7 +29,7 @@ from ddm.protocol.base import (
 from ddm.protocol.learning import BASE_PATH, Training
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining
-from ddm.publishing.folder import PublisherFolder
+from ddm.publishing.folder import ROOT_NAME, PublisherFolder
 from ddm.training.job import JobFolder
 from ddm.training.metrics import METRICS_NAME
 
@@ -172,7 +172,7 @@ class Islands(PublisherFolder):
     @property
     def root(self) -> Path:
         """The root of trust, for those who open the releases."""
-        return self.path / "root.json"
+        return self.path / ROOT_NAME
 
     def island(self, number: int) -> IslandFolder:
         """Return the folder of an island."""

@@ -78,7 +78,7 @@ class IslandsRecipe(SharedRecipe):
         # There is no folder of a federation whose root would be pinned, and experts are not compared here.
         if self.base.root is None or self.base.expert is None:
             raise ValueError(
-                "base.kind release needs root, the root.json by which the release is verified, and expert, the name "
+                "base.kind release needs root, the 1.root.json by which the release is verified, and expert, the name "
                 "of one of its experts (ddm info lists them); for a student use the kind file"
             )
         return self

@@ -61,7 +61,6 @@ class ReleaseContents:
     Attributes:
         name: of the federation or of the owner's data set.
         cite: how to cite it.
-        root_name: the file name under which readers get the root of trust.
         plan: the plan.
         plan_digest: sha256 of its signed bytes.
         members: whose experts are in it; their experts in this order are the router's classes.
@@ -73,7 +72,6 @@ class ReleaseContents:
 
     name: str
     cite: str
-    root_name: str
     plan: Plan
     plan_digest: str
     members: tuple[ReleaseMember, ...]

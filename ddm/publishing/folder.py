@@ -10,6 +10,8 @@ from ddm.io.files import require_file
 from ddm.io.locks import locked
 from ddm.protocol.base import sha256_file
 
+# Readers get the first root of trust under this name, from a federation and from one owner alike.
+ROOT_NAME = "1.root.json"
 # The bound of the largest role, `targets` (`ddm.trust.metadata.LIMITS`).
 MAX_TUF_BYTES = 5_000_000
 
@@ -41,7 +43,7 @@ class PublisherFolder:
             "The holders of root sign it first: `aggregator status FED` shows whose signatures are "
             "missing."
         )
-        root = require_file(self.tuf / "1.root.json", "the federation's root of trust", remedy)
+        root = require_file(self.tuf / ROOT_NAME, "the federation's root of trust", remedy)
         return sha256_file(root)
 
     @property

@@ -20,6 +20,7 @@ from ddm.protocol.routers import SamplesSettings
 from ddm.publishing.contents import ReleaseContents
 from ddm.publishing.drawing import Drawing, Progress
 from ddm.publishing.figures import ReportFigures, draw_for_report
+from ddm.publishing.folder import ROOT_NAME
 from ddm.publishing.members import (
     MAX_DETAILED,
     group_members,
@@ -141,7 +142,7 @@ def render_pages(
         "publisher": "the federation's operator" if contents.division is None else "the owner",
         "limits": _limits(contents, manifest),
         "root_digest": root_digest,
-        "root_file": contents.root_name,
+        "root_file": ROOT_NAME,
         **figures.template_values(manifest, plan),
     }
     return {

@@ -1,13 +1,13 @@
 """The interface of routers, log p(x_t | k, t), and the posterior under any prior."""
 
 # Shape legend: B batch, K experts, R sketch dimensions, ... all data dimensions.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ddm.errors import MathError, NumericalError, ShapeError
+from ddm.errors import DataError, MathError, NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
 
 Progress = Callable[[int, int, float], None]
@@ -90,6 +90,13 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
         MathError: a weight is negative or not finite, or all are 0.
         DataError: weights that are no real numbers.
     """
+    if isinstance(prior, Mapping):
+        raise DataError(
+            "prior",
+            expected=f"{num_experts} weights, one per expert, in the order of `expert_ids`",
+            got="weights by name",
+            remedy="List a weight for every expert: [1.0, 0.0] in place of {'north': 1.0} with two experts.",
+        )
     prior_K = real_tensor(prior, "prior").to("cpu", torch.float64)
     if prior_K.shape != (num_experts,):
         got = f"shape {tuple(prior_K.shape)}"

@@ -9,6 +9,7 @@ Report = Callable[[int, int], None]
 """Called with the steps taken, summed over all samples, and the total to take."""
 
 _REDRAW_S = 0.1
+_NOTEBOOK_REDRAW_S = 0.5  # every redrawing is a message to the reader's browser
 
 
 @contextmanager
@@ -22,11 +23,44 @@ def sampling_progress(
         is_shown: whether a bar is wanted at all. Standard error must be a terminal as well, or this a notebook.
         label: stands before the bar.
     """
-    # Looked at before rich is imported, which takes longer than to draw a few small samples.
-    has_viewer = sys.stderr.isatty() or "ipykernel" in sys.modules
-    if on_progress is not None or not is_shown or not has_viewer:
+    if on_progress is not None or not is_shown:
         yield on_progress
-        return
+    elif "ipykernel" in sys.modules:
+        yield _notebook_bar()
+    elif sys.stderr.isatty():
+        with _terminal_bar() as advance:
+            yield advance
+    else:
+        yield None
+
+
+def _notebook_bar() -> Report:
+    """Return what draws the bar of IPython: that of rich needs widgets, which not every notebook has."""
+    from IPython.display import ProgressBar
+
+    bars: list[ProgressBar] = []
+    drawn_at = monotonic()
+
+    def advance(completed: int, total: int) -> None:
+        nonlocal drawn_at
+        # Few small samples are drawn before anything is shown.
+        is_due = monotonic() - drawn_at > _NOTEBOOK_REDRAW_S
+        is_last = bool(bars) and completed == total
+        if not is_due and not is_last:
+            return
+        if not bars:
+            bars.append(ProgressBar(total))
+            bars[0].display()
+        bars[0].progress = completed
+        drawn_at = monotonic()
+
+    return advance
+
+
+@contextmanager
+def _terminal_bar() -> Iterator[Report]:
+    """Yield what draws a bar that vanishes at the end."""
+    # Imported where a bar is drawn, since it takes longer than to draw a few small samples.
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,7 +1,7 @@
 """Where trajectories begin: in noise, at given samples of some time, or at data that are noised first."""
 
 # Shape legend: N samples, B batch, S steps, ... all data dimensions.
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -198,11 +198,13 @@ def sample_numbers(numbers: Sequence[int] | None, num_samples: int) -> Sequence[
     """
     if numbers is None:
         return ()
-    checked_numbers = [int(number) for number in numbers]
-    if len(checked_numbers) != num_samples or min(checked_numbers) < 0:
-        expected = f"{num_samples} numbers of samples, each at least 0"
-        got = f"{len(checked_numbers)}, from {min(checked_numbers, default=0)}"
-        raise MathError("numbers", expected=expected, got=got)
+    if not isinstance(numbers, Iterable):
+        expected = f"{num_samples} numbers of samples, such as range({num_samples})"
+        raise MathError("numbers", expected=expected, got=repr(numbers))
+    checked_numbers = [whole_number(number, "numbers", least=0) for number in numbers]
+    if len(checked_numbers) != num_samples:
+        expected = f"{num_samples} numbers of samples"
+        raise MathError("numbers", expected=expected, got=str(len(checked_numbers)))
     return checked_numbers
 
 

@@ -72,7 +72,7 @@ class Owner:
     @property
     def root(self) -> Path:
         """The root of trust."""
-        return self.run / "root.json"
+        return self.run / "1.root.json"
 
     @classmethod
     def make(cls, path: Path, *, steps: int = 10, recipe: str = RECIPE, extra: str = "") -> "Owner":

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,9 @@ def test_processes_draw_what_one_would(
 
     monkeypatch.setattr("ddm.cli.sampling.run_parts", in_turn)
     for strategy in STRATEGIES:
-        for num_processes in (2, 3):
+        for num_processes, first_number in ((2, 0), (3, 5)):
             with case(strategy=strategy, num_processes=num_processes):
-                job = job_of(published, strategy)
+                job = replace(job_of(published, strategy), first_number=first_number)
                 shown = list[tuple[int, int]]()
                 record = lambda num_done, total: shown.append((num_done, total))  # noqa: B023, E731
                 drawn = draw_together(job, NUM, num_processes, shares_of(job), record)

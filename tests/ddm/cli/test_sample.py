@@ -129,6 +129,37 @@ def test_flags_reach_the_sampler(published: PublishedRelease, tmp_path: Path) ->
         assert not np.array_equal(draw(flags), plain)
 
 
+def test_parts_with_first_are_the_images_of_one_command_and_share_a_folder(
+    published: PublishedRelease, tmp_path: Path
+) -> None:
+    """With one sample in each evaluation, to the byte; a control without --first draws the first ones again."""
+    words = (published.release, "--root", published.root, "--state", tmp_path / "state")
+    words = (*words, "--steps", 2, "--strategy", "sample", "--set", "batch=1", "--num")
+
+    def draw(out: str, num: int, *flags: object) -> None:
+        assert sample(*words, num, "--out", tmp_path / out, *flags) is None
+
+    draw("whole.npz", 8)
+    for number in (0, 4):
+        draw(f"{number}.npz", 4, "--first", number)
+        draw("parts", 4, "--first", number)
+    draw("again.npz", 4)
+    with (
+        np.load(tmp_path / "whole.npz") as whole,
+        np.load(tmp_path / "0.npz") as left,
+        np.load(tmp_path / "4.npz") as right,
+        np.load(tmp_path / "again.npz") as again,
+    ):
+        for name in ("images", "expert"):
+            assert np.array_equal(np.concatenate([left[name], right[name]]), whole[name])
+        assert np.array_equal(again["images"], left["images"])
+        assert not np.array_equal(again["images"], right["images"])
+    draw("whole", 8)
+    parts = {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()}
+    assert parts == {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert sorted(parts) == [f"{number:05d}.png" for number in range(8)]
+
+
 def test_images_of_ones_own_are_varied_and_completed(
     published: PublishedRelease, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """A student of a published release whose experts work on latents and know classes: made, loaded, and sampled from."""
 
+import json
 import os
 import shutil
 import signal
@@ -30,6 +31,8 @@ from ddm.errors import (
     MissingFileError,
     SetupError,
 )
+from ddm.evaluation import evaluate
+from ddm.evaluation.classifier import train_classifier
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
 from ddm.protocol.architecture import ClassCondition, Dit, NoCondition, TextCondition
@@ -38,6 +41,7 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize
 from ddm.protocol.learning import Training, UniformT
 from ddm.system.console import EXIT_TERMINATED, run_app
+from tests.support.case import case
 from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, recipe
 from tests.support.text_encoders import make_encoder, save_encoder
@@ -190,6 +194,67 @@ def test_command_draws_from_a_student_and_says_where_it_comes_from(
             command("sample-student", *options, "--out", tmp_path / "d.npz", *lone)
             == SetupError.exit_code
         )
+
+
+def test_student_is_evaluated_as_its_release_is_without_silos(
+    student: Path, tiny: TinyFederation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures are those of the library on what `ddm sample-student` draws."""
+    generator = torch.Generator().manual_seed(0)
+    real = (torch.randn(60, *PIXELS, generator=generator) / 2).clamp(*RANGE)
+    np.savez(tmp_path / "real.npz", images=real.numpy())
+    labels = torch.arange(60) % 2
+    classifier = train_classifier(real, labels, DataSpec(shape=PIXELS, range=RANGE), num_steps=2)
+    classifier.save(tmp_path / "classifier.safetensors")
+    words = ("evaluate", student, "--reference", tmp_path / "real.npz", "--steps", 2)
+    words = (*words, "--features", tmp_path / "classifier.safetensors")
+
+    assert command(*words, "--num", 20, "--out", tmp_path / "page", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    record, _ = load_student(student)
+    assert document["student"] == {"digest": record.file.digest}
+    assert document["release"]["manifest"] == record.source.manifest
+    assert document["per_silo"] == {} and document["share_error"] is None
+    page = (tmp_path / "page" / "index.html").read_text("utf-8")
+    assert f"a student of {record.source.plan_id}" in page and 'id="silos"' not in page
+
+    drawn = tmp_path / "drawn.npz"
+    assert command("sample-student", student, "--num", 20, "--steps", 2, "--out", drawn) == 0
+    expected = evaluate(np.load(drawn)["images"], real, features=classifier.encode).to_json()
+    for name, estimate in expected["metrics"].items():
+        assert document["metrics"][name] == pytest.approx(estimate, rel=1e-4, abs=1e-6), name
+    capsys.readouterr()
+    assert command(*words, "--samples", drawn, "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["metrics"]["kid"] == pytest.approx(document["metrics"]["kid"], rel=1e-4, abs=1e-6)
+
+    # Among samples of the release they are those of no silo.
+    release = ("evaluate", tiny.path / "release", "--root", tiny.root, *words[2:])
+    release = (*release, "--state", tmp_path / "state")
+    assert command(*release, "--samples", drawn, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["per_silo"] == {}
+
+
+def test_evaluation_of_a_student_refuses_what_a_student_lacks(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "real.npz", images=np.zeros((20, *PIXELS), np.float32))
+    words = ("evaluate", student, "--reference", tmp_path / "real.npz", "--num", 20)
+    for flags, subject in [
+        (("--root", "1.root.json"), "--root"),
+        (("--strategy", "lock"), "--strategy"),
+        (("--tau", 0.5), "--tau"),
+        (("--prior", "equal"), "--prior"),
+        (("--set", "router-every=2"), "--set router-every"),
+        # The plan's encoder, which is the default.
+        ((), "--features"),
+    ]:
+        with case(flags=flags):
+            assert command(*words, *flags) == SetupError.exit_code
+            assert subject in capsys.readouterr().err
+    missing = ("evaluate", tmp_path / "release", *words[2:])
+    assert command(*missing) == SetupError.exit_code
+    assert "Add --root FILE" in capsys.readouterr().err
 
 
 def test_file_that_cannot_hold_the_samples_is_refused_before_any_is_drawn(

@@ -137,6 +137,10 @@ def test_silos_and_priors_that_do_not_fit_are_refused() -> None:
     assert [figures.num for figures in held_otherwise.per_silo.values()] == [20, 20]
     assert held_otherwise.share_error is not None
     assert held_otherwise.share_error.error.value == 0.0
+    # What a notebook shows of it: figures, and no tensor.
+    assert "kid" in repr(held_otherwise) and "near copies" in repr(held_otherwise.copies["pixels"])
+    for report in (held_otherwise, *held_otherwise.copies.values()):
+        assert len(repr(report)) < 250
 
 
 def test_features_that_are_no_rows_are_refused() -> None:

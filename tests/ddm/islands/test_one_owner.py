@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from ddm.encoders.text import TextEncoder
@@ -67,6 +68,10 @@ def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(
     info = trained.read("info", "release")
     assert "island0" in info.out and "one owner had all of the data" in info.out
     card = next(trained.path.glob("release/targets/*/README.md")).read_text().replace("\\", "")
+    front_matter = yaml.safe_load(card.split("---\n")[1])
+    assert [island["id"] for island in front_matter["islands"]] == ["island0", "island1"]
+    # What the card tells a reader to type is the name of the file that the owner hands on.
+    assert f"--root {trained.root.name}" in card and trained.root.is_file()
     for low, high in ((0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1)):
         error = next(
             line for line in card.splitlines() if line.startswith(f"| t {low:g} to {high:g} |")
@@ -110,7 +115,7 @@ def test_report_says_what_the_release_does_and_its_first_images_are_those_that_i
     assert [what for what in expected if what not in read.text] == []
     assert "silo" not in read.text
     shown = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
-    (flags,) = re.findall(r"--root root.json (.*) --out samples.png", read.text)
+    (flags,) = re.findall(r"--root 1.root.json (.*) --out samples.png", read.text)
     drawn = trained.read(
         "sample", "release", *flags.split(), "--device", "cpu", "--out", tmp_path / "drawn"
     )

@@ -326,7 +326,7 @@ def test_islands_do_not_start_from_a_release_of_a_federation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its silos agreed to a base for plans of their own federation."""
-    table = '[base]\nkind = "release"\nrelease = "r"\nroot = "root.json"\nexpert = "north"\n'
+    table = '[base]\nkind = "release"\nrelease = "r"\nroot = "1.root.json"\nexpert = "north"\n'
     owner = Owner.make(tmp_path, steps=2, extra=table)
     release = SimpleNamespace(submissions={"north": "a submission"})
     monkeypatch.setattr("ddm.islands.released_base.open_release", lambda *_, **__: release)

@@ -23,7 +23,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.release.publish import ROOT_NAME
 from aggregator.router.train import load_report
 from ddm.cli.main import app as ddm
 from ddm.ensemble import Ensemble
@@ -99,7 +98,6 @@ def page_input(published: PublishedRelease) -> PageInput:
     contents = ReleaseContents(
         name=settings.name,
         cite=settings.cite,
-        root_name=ROOT_NAME,
         plan=inventory.plan,
         plan_digest=inventory.plan_digest,
         members=tuple(members),

@@ -1,9 +1,11 @@
 """Samples on disk: readable by others, and marked as synthetic with the digest of their release."""
 
 import json
+import sys
 from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
+from types import ModuleType
 
 import nibabel
 import numpy as np
@@ -183,6 +185,21 @@ def test_bar_is_shown_at_a_terminal_unless_it_is_unwanted(monkeypatch: pytest.Mo
     assert "sampling" in shown["by default"]
     assert shown["unwanted"] == shown["reported otherwise"] == ""
     assert taken[-1] == (6, 6)
+
+
+def test_bar_of_a_notebook_is_shown_where_sampling_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """IPython prints the bar's text where no notebook shows it."""
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    ensemble = Ensemble([lambda x, t: x - 1], None, [1.0], shape=(2,))
+    ensemble.sample(3, steps=2)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("ddm.sampling.progress._NOTEBOOK_REDRAW_S", 0.0)
+    ensemble.sample(3, steps=2, progress=False)
+    assert capsys.readouterr().out == ""
+    ensemble.sample(3, steps=2)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("] 6/6")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ddm.ensemble import (
     TopK,
     TopOne,
 )
-from ddm.errors import MathError, NumericalError, ShapeError
+from ddm.errors import DataError, MathError, NumericalError, ShapeError
 from ddm.sampling.options import sampling_keywords
 from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.trajectories import draw_noise
@@ -307,6 +307,10 @@ def test_arguments_that_do_not_go_together_are_refused_in_one_sentence() -> None
         ({"num": 3, "seeds": [0, -1, 2]}, MathError, "seeds"),
         ({"num": 3, "seeds": [0, 1, 2], "seed": 4}, MathError, "seeds alone"),
         ({"num": 3, "seeds": [0, 1, 2], "generator": torch.Generator()}, MathError, "seeds alone"),
+        ({"num": 3, "numbers": [0, 1.5, 2]}, MathError, "numbers"),
+        ({"num": 3, "numbers": [0, 1]}, MathError, "3 numbers"),
+        ({"num": 3, "numbers": 3}, MathError, r"such as range\(3\)"),
+        ({"num": 3, "prior": {"a": 1.0}}, DataError, "in the order of `expert_ids`"),
         ({"num": 3, "dtype": torch.float16}, MathError, "float32"),
         ({"num": 3, "guidance_interval": (0.2, 0.8)}, MathError, "guidance above 0"),
     ]
@@ -331,3 +335,6 @@ def test_posterior_is_the_log_probability_of_each_expert_even_where_it_is_too_sm
     assert bool((without[:, 0] == -torch.inf).all()) and bool(without[:, 1:].isfinite().all())
     with pytest.raises(MathError, match="router"):
         exact(router=None).posterior(x, t)
+    with pytest.raises(ShapeError) as caught:
+        exact().posterior(x, 0.3)
+    assert "torch.full((51,), 0.5)" in caught.value.remedy
