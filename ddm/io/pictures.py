@@ -163,7 +163,7 @@ def _marks(release: str, classes: Sequence[str]) -> _Marks:
 
 def encode_samples(
     images: "Tensor",
-    owners: Sequence[int],
+    owners: Sequence[int] | None,
     ending: str,
     release: str = "",
     classes: Sequence[str] = (),
@@ -173,7 +173,7 @@ def encode_samples(
 
     Args:
         images: see `write_samples`, as for the others.
-        owners: the expert of each sample.
+        owners: the expert of each sample; None for samples of one network.
         ending: one of `ENDINGS`.
         release: digest of a manifest.
         classes: the requested class of each sample.

@@ -28,7 +28,7 @@ def sampling_progress(
     elif "ipykernel" in sys.modules:
         yield _notebook_bar()
     elif sys.stderr.isatty():
-        with _terminal_bar() as advance:
+        with _terminal_bar(label) as advance:
             yield advance
     else:
         yield None
@@ -58,8 +58,8 @@ def _notebook_bar() -> Report:
 
 
 @contextmanager
-def _terminal_bar() -> Iterator[Report]:
-    """Yield what draws a bar that vanishes at the end."""
+def _terminal_bar(label: str) -> Iterator[Report]:
+    """Yield what draws a bar behind a label; it vanishes at the end."""
     # Imported where a bar is drawn, since it takes longer than to draw a few small samples.
     from rich.console import Console
     from rich.progress import Progress

@@ -133,8 +133,8 @@ def test_parts_with_first_are_the_images_of_one_command_and_share_a_folder(
     published: PublishedRelease, tmp_path: Path
 ) -> None:
     """With one sample in each evaluation, to the byte; a control without --first draws the first ones again."""
-    words = (published.release, "--root", published.root, "--state", tmp_path / "state")
-    words = (*words, "--steps", 2, "--strategy", "sample", "--set", "batch=1", "--num")
+    release = (published.release, "--root", published.root, "--state", tmp_path / "state")
+    words = (*release, "--steps", 2, "--strategy", "sample", "--set", "batch=1", "--num")
 
     def draw(out: str, num: int, *flags: object) -> None:
         assert sample(*words, num, "--out", tmp_path / out, *flags) is None

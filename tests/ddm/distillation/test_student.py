@@ -206,8 +206,8 @@ def test_student_is_evaluated_as_its_release_is_without_silos(
     labels = torch.arange(60) % 2
     classifier = train_classifier(real, labels, DataSpec(shape=PIXELS, range=RANGE), num_steps=2)
     classifier.save(tmp_path / "classifier.safetensors")
-    words = ("evaluate", student, "--reference", tmp_path / "real.npz", "--steps", 2)
-    words = (*words, "--features", tmp_path / "classifier.safetensors")
+    features = ("--features", tmp_path / "classifier.safetensors")
+    words = ("evaluate", student, "--reference", tmp_path / "real.npz", "--steps", 2, *features)
 
     assert command(*words, "--num", 20, "--out", tmp_path / "page", "--json") == 0
     document = json.loads(capsys.readouterr().out)
@@ -230,8 +230,8 @@ def test_student_is_evaluated_as_its_release_is_without_silos(
 
     # Among samples of the release they are those of no silo.
     release = ("evaluate", tiny.path / "release", "--root", tiny.root, *words[2:])
-    release = (*release, "--state", tmp_path / "state")
-    assert command(*release, "--samples", drawn, "--json") == 0
+    state = ("--state", tmp_path / "state")
+    assert command(*release, *state, "--samples", drawn, "--json") == 0
     assert json.loads(capsys.readouterr().out)["per_silo"] == {}
 
 
