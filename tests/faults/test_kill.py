@@ -70,17 +70,17 @@ def kill(operators: Operators, victim: str) -> bool:
     return bool(pids)
 
 
-def run_with_a_kill(operators: Operators, victim: str, event: str) -> bool:
-    """Run the federation to its end, one process killed on the way; return whether it was killed."""
+def run_with_a_kill(operators: Operators, victim: str, event: str) -> None:
+    """Run the federation to its end, one process killed on the way."""
     set_up_federation(operators)
     serve_everything(operators)
     seen: Callable[[], bool] = lambda: next(operators.folder.glob(EVENTS[event]), None) is not None  # noqa: E731
     operators.wait_until(seen, event)
-    killed = kill(operators, victim)
+    # On a busy machine a silo may be ahead of a program of the aggregator that is still starting.
+    operators.wait_until(lambda: kill(operators, victim), f"{victim} to kill once {event}")
     operators.wait_until(
         lambda: all_services_ended(operators), f"the end after a kill of the {victim}"
     )
-    return killed
 
 
 def check_nothing_lost_or_doubled(operators: Operators) -> dict[str, str]:
@@ -149,7 +149,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_federation_ends_as_if_nothing_had_happened_when_intake_is_killed(
     operators: Operators,
 ) -> None:
-    assert run_with_a_kill(operators, "intake", "the first shard arrived")
+    run_with_a_kill(operators, "intake", "the first shard arrived")
     check_published_once(operators, check_nothing_lost_or_doubled(operators))
 
 
@@ -209,7 +209,7 @@ def test_federation_ends_as_if_nothing_had_happened_when_any_process_is_killed(
     seed: int, operators: Operators, undisturbed: dict[str, str]
 ) -> None:
     victim, event = pair_of(seed)
-    assert run_with_a_kill(operators, victim, event), f"{victim} was not there when {event}"
+    run_with_a_kill(operators, victim, event)
     digests = check_nothing_lost_or_doubled(operators)
     assert digests == undisturbed
     check_published_once(operators, digests)
