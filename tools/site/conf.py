@@ -9,6 +9,7 @@ from sphinx.application import Sphinx
 
 from ddm.system.version import installed_version
 from tools.site.navigation import ROOT, navigation_of
+from tools.site.notebooks import notebook_as_page
 
 project = "Archipelago"
 version = installed_version()
@@ -16,7 +17,8 @@ release = version
 root_doc = "docs/README"
 
 extensions = ["myst_parser"]
-include_patterns = ["docs/**.md", "examples/*/README.md", "*.md"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+include_patterns = ["docs/**.md", "examples/*/README.md", "examples/notebooks/*.ipynb", "*.md"]
 # Folders without pages, some of them large, which Sphinx would search through.
 exclude_patterns = [".*", "build", "tests", "ddm", "silo", "aggregator", "tools"]
 
@@ -35,12 +37,14 @@ html_copy_source = False
 html_show_sourcelink = False
 
 
-def add_navigation(app: Sphinx, document: str, source: list[str]) -> None:
-    """Add the pages that a section lists to the navigation."""
+def prepare_page(app: Sphinx, document: str, source: list[str]) -> None:
+    """Turn a notebook into a page, and add the pages that a section lists to the navigation."""
     page = posixpath.relpath(app.env.doc2path(document), ROOT)
+    if page.endswith(".ipynb"):
+        source[0] = notebook_as_page(source[0])
     source[0] += navigation_of(page, source[0])
 
 
 def setup(app: Sphinx) -> None:
     """Tell Sphinx what to call."""
-    app.connect("source-read", add_navigation)
+    app.connect("source-read", prepare_page)

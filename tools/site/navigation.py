@@ -17,7 +17,7 @@ SECTIONS = (
     "docs/reference.md",
     "docs/develop.md",
 )
-_ENTRY = re.compile(r"^ *- \[([^\]]+)\]\(([^)#\s]+\.md)\)", re.MULTILINE)
+_ENTRY = re.compile(r"^ *- \[([^\]]+)\]\(([^)#\s]+\.(?:md|ipynb))\)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def navigation_of(page: str, text: str) -> str:
         return ""
     lines = ["", "", "```{toctree}", ":hidden:", ""]
     for entry in listed_pages(page, text):
-        document = entry.path.removesuffix(".md")
+        document = entry.path.removesuffix(".md").removesuffix(".ipynb")
         lines.append(f"{entry.title} </{document}>")
     lines.append("```")
     return "\n".join(lines) + "\n"
