@@ -527,14 +527,14 @@ class Ensemble:
         num_dims = prod(self.shape)
         num_probes = whole_number(num_probes, "num_probes", least=1)
         numbers = sample_numbers(options.numbers, num_images) or range(num_images)
-        resolved_seed = resolve_seed(seed, None)
+        seed = whole_number(seed, "seed", least=0)
         bin_width = 1.0
         if options.levels is not None:
             if not isinstance(self.latent, Identity):
                 got = "experts that work on latents, which have no levels"
-                raise MathError("levels", expected="None", got=got)
+                raise MathError("levels", expected="no levels", got=got)
             bin_width = width_of_bins(x_0, options.levels, self.value_range)
-            x_0 = dequantize(x_0, numbers, bin_width, resolved_seed)
+            x_0 = dequantize(x_0, numbers, bin_width, seed)
 
         request = ConditionRequest(prior, condition, options.condition_prior, guidance)
         mixture = self._mixture(request, num_images, options.dtype)
@@ -562,7 +562,7 @@ class Ensemble:
                 if options.exact:
                     probe_BPD = unit_vectors(len(x_0_B), num_dims)
                 else:
-                    probe_BPD = draw_probes(numbers[rows], num_dims, num_probes, resolved_seed)
+                    probe_BPD = draw_probes(numbers[rows], num_dims, num_probes, seed)
                 log_density_BP = integrator.of(rows).log_density(x_0_B, probe_BPD.to(x_0_B))
                 densities.append(log_density_BP.cpu())
         return Likelihood.of(torch.cat(densities), num_dims, bin_width, is_exact=options.exact)
