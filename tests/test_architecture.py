@@ -28,7 +28,7 @@ ROOMS = {
         "export": "diffusion distillation encoders ensemble errors footprint io loading models pages protocol "
         "routers sampling system",
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
-        "routers training trust",
+        "routers system training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",
         "planning": "audit encoders errors footprint io loading models partition protocol routers statistics training",
         "audit": "diffusion evaluation images protocol",
