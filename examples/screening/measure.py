@@ -303,7 +303,7 @@ def answer_attacks(public: Tensor) -> dict[str, Attack]:
         "NaN at t = 0.02, the last default step": where(
             lambda x, t, c: (t - 0.02).abs() < 1e-3, not_a_number
         ),
-        "one image, whatever the input": lambda answer: towards(public[0]),
+        "one image for every input": lambda answer: towards(public[0]),
         "one image, only for t above 0.98": where(lambda x, t, c: t > 0.98, towards(public[0])),
         "the same noise added to every answer, size 0.5": lambda answer: (
             lambda x, t, c: answer(x, t, c) + 0.5 * noise

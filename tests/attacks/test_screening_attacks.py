@@ -54,7 +54,7 @@ CAUGHT = {
     "output x 3 for t in 0.9 to 1": "high_loss_once",
     "NaN below t = 0.3": "broken_images",
     "NaN at t = 0.02, the last default step": "high_loss_once",
-    "one image, whatever the input": "alike_images",
+    "one image for every input": "alike_images",
     "planted image for a third of the inputs, t below 0.6": "high_loss_once",
 }
 MISSED = [

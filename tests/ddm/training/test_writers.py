@@ -1,5 +1,7 @@
 """Writers of learning curves: event files that TensorBoard reads back, an offline run of W&B, and their refusals."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,15 @@ from ddm.training.writers import (
 )
 from tests.support.case import case
 from tests.support.errors import has_subject
+
+ROOT = Path(__file__).parents[3]
+WANDB_PROGRAM = """
+from ddm.training.writers import WriterChoice, open_writer
+
+writer = open_writer(WriterChoice("wandb", "islands"), "island-3")
+writer.write(10, {"loss": 0.37890625})
+writer.close()
+"""
 
 
 def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -54,13 +65,15 @@ def test_training_that_does_not_begin_leaves_no_run(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    writer = open_writer(WriterChoice("wandb", "islands"), "island-3")
-    writer.write(10, {"loss": 0.37890625})
-    writer.close()
+@pytest.mark.slow  # It installs wandb, which is no dependency.
+def test_wandb_keeps_an_offline_run(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", packages]
+    subprocess.run([*install, "--constraint", ROOT / "constraints.txt", "wandb"], check=True)
+    settings = {"PYTHONPATH": f"{packages}", "WANDB_MODE": "offline", "WANDB_DIR": f"{tmp_path}"}
+    subprocess.run(
+        [sys.executable, "-c", WANDB_PROGRAM], check=True, cwd=ROOT, env=os.environ | settings
+    )
     (run,) = tmp_path.rglob("run-*.wandb")
     # The log of records holds each value as JSON text.
     assert b"0.37890625" in run.read_bytes()
