@@ -388,5 +388,5 @@ def _no_gradient(subject: str, message: str = "no gradient") -> MathError:
         subject,
         expected="a function of x that torch can differentiate",
         got=message,
-        remedy="Compute it with torch alone, and without torch.no_grad, torch.inference_mode and detach.",
+        remedy="Compute it with torch alone, and neither detach x nor turn gradients off.",
     )
