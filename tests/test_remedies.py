@@ -34,8 +34,6 @@ FILE_ENDINGS = {
 }
 FOREIGN_NAMES = {
     "torch.load",
-    "torch.no_grad",
-    "torch.inference_mode",
     "safetensors.torch.save_file",
     "examples.paper.classifier",
     "aggregator.example.org",

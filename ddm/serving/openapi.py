@@ -12,7 +12,6 @@ _ERROR = {
     }
 }
 _ERRORS = {
-    "406": "Neither of the two formats is in the header Accept.",
     "408": "The request did not arrive in time.",
     "413": "The request has too many bytes.",
     "415": "The request is not application/json.",

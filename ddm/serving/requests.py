@@ -113,6 +113,10 @@ def parse_request(body: bytes, limits: ServiceLimits) -> SampleRequest:
         request = SampleRequest.model_validate_json(body)
     except ValidationError as error:
         field, fault = describe_error(SampleRequest, error)
+        # A name that no request has is the sender's text, which is not repeated.
+        if field == "document":
+            expected = "an object with the fields that /docs lists"
+            raise DocumentError("the request", expected=expected, got=fault) from error
         raise DocumentError(f"the request, field {field}", got=fault) from error
     _check_limit("num", request.num, limits.images)
     _check_limit("steps", request.steps or 1, limits.steps)
