@@ -68,8 +68,8 @@ def test_training_that_does_not_begin_leaves_no_run(tmp_path: Path) -> None:
 @pytest.mark.slow  # It installs wandb, which is no dependency.
 def test_wandb_keeps_an_offline_run(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", packages]
-    subprocess.run([*install, "--constraint", ROOT / "constraints.txt", "wandb"], check=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", f"{packages}"]
+    subprocess.run([*install, "--constraint", f"{ROOT}/constraints.txt", "wandb"], check=True)
     settings = {"PYTHONPATH": f"{packages}", "WANDB_MODE": "offline", "WANDB_DIR": f"{tmp_path}"}
     subprocess.run(
         [sys.executable, "-c", WANDB_PROGRAM], check=True, cwd=ROOT, env=os.environ | settings
