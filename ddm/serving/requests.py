@@ -116,8 +116,14 @@ def parse_request(body: bytes, limits: ServiceLimits) -> SampleRequest:
         # A name that no request has is the sender's text, which is not repeated.
         if field == "document":
             expected = "an object with the fields that /docs lists"
-            raise DocumentError("the request", expected=expected, got=fault) from error
-        raise DocumentError(f"the request, field {field}", got=fault) from error
+            got = "another field, or no object"
+            raise DocumentError("the request", expected=expected, got=got) from error
+        expected = fault.removeprefix("Input should be ")
+        if expected.startswith(("greater", "less")):
+            expected = f"a number {expected}"
+        raise DocumentError(
+            f"the request, field {field}", expected=expected, got="another value"
+        ) from error
     _check_limit("num", request.num, limits.images)
     _check_limit("steps", request.steps or 1, limits.steps)
     return request
