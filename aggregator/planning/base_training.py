@@ -46,8 +46,8 @@ from ddm.protocol.statistics import EXACT, Budget, CountsStatistic, Statistics
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder, discard_job
 from ddm.training.jobs import TrainingTask, train_job
-from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert
+from ddm.training.progress import Progress
 
 _MEMBER = "base"
 # Images that are hashed together.

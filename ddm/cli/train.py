@@ -18,7 +18,7 @@ from ddm.training.config import CHECKPOINT_S, TrainingSettings
 
 if TYPE_CHECKING:
     from ddm.islands.folder import Islands, TrainingFolder
-    from ddm.training.loop import Progress
+    from ddm.training.progress import Progress
     from ddm.training.writers import WriterChoice
 
 

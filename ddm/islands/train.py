@@ -24,8 +24,8 @@ from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.training.config import TrainingSettings
 from ddm.training.job import discard_job
 from ddm.training.jobs import TrainingTask, train_job
-from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert, public_base
+from ddm.training.progress import Progress
 
 _BLOCK_ROWS = 4096
 _SEED_NAME = "seed"

@@ -160,7 +160,7 @@ class Heartbeat(Document):
     Attributes:
         count: of its signs of life.
         ended: whether it was its last.
-        step, num_steps, loss, steps_per_second, seconds: as `ddm.training.loop.Progress`; step 0 before the first.
+        step, num_steps, loss, steps_per_second, seconds: as `ddm.training.progress.Progress`; step 0 before the first.
     """
 
     format: Literal["archipelago/heartbeat/1"] = "archipelago/heartbeat/1"

@@ -47,10 +47,10 @@ from ddm.training.launch import (
     start_command,
     start_local,
 )
-from ddm.training.loop import Progress
 from ddm.training.metrics import copy_metrics
 from ddm.training.planned import PlannedExpert
 from ddm.training.process import only_one, train_here
+from ddm.training.progress import Progress
 
 # Of a safetensors file, beyond its tensors.
 _HEADER_BYTES = 1 << 20

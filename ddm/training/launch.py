@@ -36,7 +36,7 @@ from ddm.training.job import (
     write_document,
 )
 from ddm.training.local import local_command
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 
 # Between two looks at a folder of this machine, and at one that may be on a network.
 _LOCAL_POLL_S = 0.1

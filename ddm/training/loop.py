@@ -29,59 +29,15 @@ from ddm.training.checkpoints import Checkpoints
 from ddm.training.config import Engine
 from ddm.training.distributed import TrainingProcess, training_process
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
-from ddm.training.metrics import PROGRESS_STEPS
 from ddm.training.objective import TrainingObjective
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
+from ddm.training.progress import PROGRESS_STEPS, Interval, Progress
 from ddm.training.saving import Agreement, CheckpointSchedule
 from ddm.training.schedule import learning_rate
 from ddm.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Measurements over the steps since the previous report of the same process.
-
-    Args:
-        num_steps: how many steps these are; fewer than usual right after a run was resumed.
-        loss: mean of the steps' losses, of which `Progress.loss` is the smoothed value.
-        learning_rate: of the last step.
-        gradient_norm: mean of the gradient's norm before clipping, where a step without a finite gradient counts as 0;
-            None for private training, which clips the gradient of each unit.
-        num_images: images that the steps learned from, the expected number for private training.
-        seconds: that these steps took, with the checkpoints between them.
-    """
-
-    num_steps: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float | None
-    num_images: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a run.
-
-    Args:
-        step: steps taken, of `num_steps`.
-        num_steps: steps of the recipe.
-        loss: mean squared error per value, averaged over about the last hundred steps.
-        steps_per_second: since this process started or resumed the run.
-        seconds: time spent training, over all restarts.
-        interval: what was measured since the previous report; None where another process trains, whose sign of life
-            this is.
-    """
-
-    step: int
-    num_steps: int
-    loss: float
-    steps_per_second: float
-    seconds: float
-    interval: Interval | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated, Protocol
 
 from pydantic import Field, ValidationError
 
@@ -22,13 +22,9 @@ from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import Measure, Model, PositiveInt, Seconds, Time, now_utc
 from ddm.protocol.submission import MAX_LOSS
-
-if TYPE_CHECKING:
-    from ddm.training.loop import Interval, Progress
+from ddm.training.progress import PROGRESS_STEPS, Interval, Progress
 
 METRICS_NAME = "metrics.jsonl"
-PROGRESS_STEPS = 10
-"""Steps between two reports of a run's progress, each of which waits for the device once."""
 MAX_LINES = 1000
 _MODE = 0o600
 _MAX_BYTES = 1 << 20
@@ -103,7 +99,7 @@ class MetricsRecorder:
         self._intervals: list[Interval] = []
         self._has_begun = False
 
-    def report(self, progress: "Progress") -> None:
+    def report(self, progress: Progress) -> None:
         """Record a report, for `TrainingRun.on_progress`; most reports of a long run only add to the next line."""
         if progress.interval is None:
             return
@@ -189,7 +185,7 @@ def _parse(data: bytes) -> Iterator[StepMetrics]:
             yield metrics
 
 
-def _combine(progress: "Progress", intervals: "Sequence[Interval]") -> StepMetrics:
+def _combine(progress: Progress, intervals: Sequence[Interval]) -> StepMetrics:
     """Make one line of the intervals since the line before."""
     num_steps = sum(interval.num_steps for interval in intervals)
     seconds = sum(interval.seconds for interval in intervals)

@@ -22,9 +22,10 @@ from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.system.cores import computing_in
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
+from ddm.training.loop import FinishedTraining, TrainingRun, train
 from ddm.training.objective import TrainingObjective
 from ddm.training.private import PrivateTraining
+from ddm.training.progress import Progress
 
 _MAX_SEED = 2**63
 _log = logging.getLogger(__name__)

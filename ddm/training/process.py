@@ -47,9 +47,9 @@ from ddm.training.job import (
     write_document,
     write_transient,
 )
-from ddm.training.loop import Progress
 from ddm.training.metrics import MetricsRecorder
 from ddm.training.planned import BaseExpert, PlannedExpert
+from ddm.training.progress import Progress
 
 # The start of a job that no worker follows.
 BY_HAND = "byhand"

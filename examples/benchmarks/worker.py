@@ -27,9 +27,10 @@ from ddm.training.batches import Examples
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder
 from ddm.training.jobs import TrainingTask, train_job
-from ddm.training.loop import Progress, TrainingRun, train
+from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
 from ddm.training.planned import PlannedExpert
+from ddm.training.progress import Progress
 from silo.worker.progress import NOTE_S
 from silo.worker.state import State, save_state
 

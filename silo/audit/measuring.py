@@ -27,8 +27,8 @@ from ddm.images.rows import SelectedImages, blocks
 from ddm.protocol.base import File
 from ddm.training.job import discard_job
 from ddm.training.jobs import train_job
-from ddm.training.loop import Progress
 from ddm.training.planned import BaseExpert
+from ddm.training.progress import Progress
 from silo.audit.document import ExpertAudit
 from silo.audit.parts import CHUNK, MeasurementStore
 from silo.audit.report import expert_audit, inconclusive_audit

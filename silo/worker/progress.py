@@ -16,7 +16,7 @@ from ddm.io.files import write_atomic
 from ddm.protocol.base import Document, NaturalInt, PlanId, Time, now_utc
 
 if TYPE_CHECKING:
-    from ddm.training.loop import Progress
+    from ddm.training.progress import Progress
 
 # Time between two notes.
 NOTE_S = 2.0

@@ -29,8 +29,8 @@ from ddm.statistics.counts import Counts
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder, discard_job
 from ddm.training.jobs import TrainingTask, train_job
-from ddm.training.loop import Progress
 from ddm.training.planned import BaseExpert, PlannedExpert, public_base
+from ddm.training.progress import Progress
 from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort

@@ -18,7 +18,7 @@ from ddm.statistics.of_plan import statistics_of
 from ddm.system.console import exit_code_of
 from ddm.system.cores import default_threads
 from ddm.system.escape import escape_control
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.trust.keys import SigningKey
 from silo.config import Isolation, Policy, Site

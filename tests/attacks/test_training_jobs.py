@@ -25,7 +25,7 @@ from ddm.system.processes import DetachedProgram, file_tail, spawn
 from ddm.training.config import TrainingSettings
 from ddm.training.job import Heartbeat, JobFolder, write_transient
 from ddm.training.jobs import TrainingTask, train_job, write_job
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from tests.support.case import case
 from tests.support.errors import has_subject
 from tests.support.jobs import SmallJob, small_task

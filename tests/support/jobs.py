@@ -13,8 +13,8 @@ from ddm.protocol.plan import Plan
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder, TrainingResult
 from ddm.training.jobs import TrainingTask, train_job
-from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert
+from ddm.training.progress import Progress
 from tests.support.documents import plan_document, to_bytes
 
 SHAPE = (1, 4, 4)

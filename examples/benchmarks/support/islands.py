@@ -17,8 +17,9 @@ from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import Progress, TrainingRun, train
+from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
+from ddm.training.progress import Progress
 from support.measuring import say
 
 ARCHITECTURE = Dit(patch=2, hidden=64, depth=3, heads=4)

@@ -23,7 +23,7 @@ from ddm.loading.ensemble import open_ensemble
 from ddm.loading.plan import PlanFiles
 from ddm.system.console import progress
 from ddm.training.config import TrainingSettings
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from examples.paper.tables.data import CONCENTRATION
 from examples.paper.tables.models import RECORD, Made, Weights, Workshop
 from examples.paper.tables.results import Cost, commit

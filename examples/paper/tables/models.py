@@ -24,8 +24,9 @@ from ddm.system.console import progress
 from ddm.system.devices import device_named
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
+from ddm.training.loop import FinishedTraining, TrainingRun, train
 from ddm.training.objective import TrainingObjective
+from ddm.training.progress import Progress
 from examples.paper.recipes import ROWS as RECIPES
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import Part, World

@@ -11,7 +11,8 @@ from ddm.models import count_flops
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.learning import LogitNormalT
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, TrainingRun
+from ddm.training.loop import FinishedTraining, TrainingRun
+from ddm.training.progress import Progress
 from examples.paper.tables.models import RECORD, Made, Workshop, network_of
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Student

@@ -19,7 +19,7 @@ from ddm.protocol.base import sha256_file
 from ddm.protocol.bases import TrainedBase
 from ddm.protocol.latent import IdentityLatent
 from ddm.training.config import TrainingSettings
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from tests.support.commands import run_command
 from tests.support.federation import TinyFederation, images, recipe
 

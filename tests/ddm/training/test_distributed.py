@@ -15,7 +15,7 @@ from ddm.errors import SetupError
 from ddm.models import build_expert
 from ddm.training.config import Engine
 from ddm.training.distributed import blocks_of
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from tests.ddm.training.test_loop import (
     SHAPE,
     SMALL,

@@ -10,7 +10,7 @@ import pytest
 from ddm.errors import NumericalError, PolicyError, SetupError
 from ddm.system.process_table import descendants
 from ddm.training.config import TrainingSettings
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from tests.support.jobs import SmallJob, small_task
 from tests.support.processes import is_running
 

@@ -22,8 +22,9 @@ from ddm.protocol.learning import LogitNormalT, Training, UniformT
 from ddm.training.averages import average_of_width, averaging_weight
 from ddm.training.batches import Examples, draw_batch, draw_times
 from ddm.training.config import Engine
-from ddm.training.loop import FinishedTraining, Progress, TrainingRun, train
+from ddm.training.loop import FinishedTraining, TrainingRun, train
 from ddm.training.objective import TrainingObjective
+from ddm.training.progress import Progress
 from tests.support.errors import has_subject
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.threads import THREADS

@@ -25,7 +25,7 @@ from ddm.training.curves import (
     draw_chart,
     sparkline,
 )
-from ddm.training.loop import Interval, Progress, TrainingRun, train
+from ddm.training.loop import TrainingRun, train
 from ddm.training.metrics import (
     MAX_LINES,
     MetricsForwarder,
@@ -36,6 +36,7 @@ from ddm.training.metrics import (
 )
 from ddm.training.objective import TrainingObjective
 from ddm.training.private import make_private
+from ddm.training.progress import Interval, Progress
 from ddm.training.state import LOSS_DECAY
 from tests.ddm.training.test_loop import SAVING, SHAPE, SMALL, images, settings, stop_at
 from tests.support.forked import fork_process, wait_for_exit

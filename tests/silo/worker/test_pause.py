@@ -16,7 +16,7 @@ from ddm.planning.devices import DEVICES
 from ddm.planning.estimates import expert_bytes
 from ddm.system.console import run_app
 from ddm.system.processes import program
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from ddm.training.state import TrainingState
 from silo.cli import app
 from silo.config import Site

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ddm.audit.effort import TRAINING_CALLS
-from ddm.training.loop import Progress
+from ddm.training.progress import Progress
 from silo.worker.progress import EVALUATIONS_OF_A_STEP, ProgressMeter, read_note
 
 PLAN = "plan-00000001"
