@@ -142,6 +142,7 @@ def serve(
     from ddm.serving.requests import ServiceLimits
 
     limits = ServiceLimits(service.batch, service.steps, service.queue)
+    say(f"Verified: {len(opened.manifest.experts)} experts. Loading …", error=True)
     ensemble = _load_ensemble(opened, limits, machine, text_encoder)
     sampler = ReleaseSampler(opened, ensemble, _open_text_encoder(opened, text_encoder))
     queue = SampleQueue(sampler.draw, limits)
@@ -158,9 +159,11 @@ def serve(
             say(f"Serving {opened.manifest.plan_id}, version {opened.manifest.version}: {url}")
             run_server(server, listener)
     except KeyboardInterrupt:
-        say("Stopped.")
+        # Ctrl-C is how a server ends, so that it is no error.
+        pass
     finally:
         queue.end()
+    say("Stopped.")
     warn_if_expired(opened)
 
 

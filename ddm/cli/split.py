@@ -96,6 +96,9 @@ def split(
             f"Training begins with the seed, on all images; each island then makes {num_steps} steps in place of "
             f"{islands_recipe.expert.training.num_steps}."
         )
+    say(
+        f"The licence of its releases is {islands_recipe.owner.licence} (`licence` in [owner] of the recipe)."
+    )
     say(f"Plan {record.plan_id} in {out}. Next: ddm train {quote(str(out))}")
 
 

@@ -215,7 +215,13 @@ def _error_response(
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    return _error_response(error.status_code, error.detail, error.headers)
+    text = error.detail
+    if error.status_code == 404:
+        text = "There is no such address here; /docs lists those that there are."
+    if error.status_code == 405:
+        methods = (error.headers or {}).get("Allow", "another method")
+        text = f"This address takes {methods} alone; /docs has an example."
+    return _error_response(error.status_code, text, error.headers)
 
 
 async def _answer_full(request: Request, error: Exception) -> Response:

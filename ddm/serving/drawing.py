@@ -154,9 +154,7 @@ class ReleaseSampler:
         if request.label is None:
             return None
         if not isinstance(condition, ClassCondition):
-            raise MathError(
-                "class", expected="experts with classes", got=f"a {condition.kind} condition"
-            )
+            raise MathError("class", expected="experts with classes", got="experts without")
         number = by_number(condition, request.label)
         condition_and_null(condition, number)
         return int(number)

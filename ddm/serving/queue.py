@@ -1,7 +1,8 @@
 """Requests that wait for the sampler: bounded, drawn together where their settings are equal, dropped by who leaves.
 
 The event loop alone changes the queue, so that it needs no lock. One thread draws. While it draws, further requests
-come together, and those with the settings of the oldest become the next call; an idle server lets nobody wait.
+come together, and those with the settings of the oldest become the next call. A call that is not full waits for others
+as long as they come: clients that have all just got their answers ask again at the same moment.
 """
 
 import asyncio
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddm.serving.requests import ServiceLimits
+
+_GATHERING_S = 0.02
 
 
 class Job(Protocol):
@@ -158,6 +161,10 @@ class SampleQueue:
     async def _draw_waiting(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting and not self._is_closed:
+            await self._gather_requests()
+            # Every client may have left meanwhile.
+            if not self._waiting or self._is_closed:
+                return
             entries = self._take_entries()
             started = time.monotonic()
             answers = await loop.run_in_executor(self._thread, self._draw_entries, entries)
@@ -171,6 +178,18 @@ class SampleQueue:
                 else:
                     entry.answer.set_result(answer)
                     self.num_images += entry.job.num
+
+    async def _gather_requests(self) -> None:
+        """Wait until requests fill a call, or no further one came in a moment."""
+        num_before = 0
+        num_images = self._num_waiting_images()
+        while num_before < num_images < self._limits.images:
+            await asyncio.sleep(_GATHERING_S)
+            num_before = num_images
+            num_images = self._num_waiting_images()
+
+    def _num_waiting_images(self) -> int:
+        return sum(entry.job.num for entry in self._waiting)
 
     def _take_entries(self) -> list[_Entry]:
         """Take the oldest request, and those of equal settings, in their order, as many as fit into one call."""

@@ -74,7 +74,7 @@ class SampleRequest(Model):
         None, description="lock with tau below 1: what an image follows before (default: sample)."
     )
     top_k: Annotated[int, Field(ge=1, le=_MAX_STEPS)] | None = Field(
-        None, description="top-k: the number of experts that are mixed (default: 2)."
+        None, description="top-k: the maximum number of experts that are mixed (default: 2)."
     )
     mass: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="nucleus: the probability that the mixed experts have together."

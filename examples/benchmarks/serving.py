@@ -78,7 +78,7 @@ def drawn_images_s(ensemble: Ensemble, total: int, steps: int) -> float:
 
 def main() -> None:
     """Command line: --rounds N --images N --steps N --connections N --quick --json --out FOLDER --work FOLDER."""
-    arguments = parse(__doc__, rounds=5, images=512, steps=25, connections=32)
+    arguments = parse(__doc__, rounds=5, images=512, steps=25, connections=BATCH)
     architecture = ARCHITECTURES["64 MiB"]
     images, steps = arguments.images, arguments.steps
     if arguments.quick:

@@ -174,6 +174,22 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
         assert sum(calibration_bin.share for calibration_bin in bins) == pytest.approx(1, abs=0.05)
 
 
+def test_interval_of_a_small_calibration_error_is_around_the_error() -> None:
+    """The router is right as often as it says, and the counts are noisy: every resample has a greater error than it."""
+    group_N = torch.arange(400) % 10
+    share_G = torch.linspace(0.05, 0.95, 10, dtype=torch.float64)
+    histogram = (1000 * torch.stack([share_G, 1 - share_G])).round().long()
+    parts = [[ExpertPart(f"{k}", None, tuple(range(10)))] for k in range(2)]
+    layout = Layout.of(SiloPartition(min_images=1), parts)
+    mechanism_mu = 0.1
+    evidence = Evidence(histogram, histogram.sum(1).tolist(), mechanism_mu, layout)
+    weights = PublicWeights(evidence, group_N, 0)
+    right_N = share_G[group_N]
+    (value, low, high), _ = reliability(weights, torch.stack([right_N, 1 - right_N], 1)[None])
+    assert value < 1e-6
+    assert low <= value <= high
+
+
 def test_calibration_is_read_back_from_a_manifest_as_it_was_measured() -> None:
     bands = [
         CalibrationBand(low=low, high=high, before=(0.2, 0.1, 0.3), after=(low / 9, 0.0, high / 9))

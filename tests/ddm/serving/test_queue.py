@@ -88,6 +88,21 @@ def test_requests_of_equal_settings_are_drawn_together_in_their_order_as_many_as
     assert run(act).calls == [["first"], ["a", "b"], ["other"], ["large", "c"]]
 
 
+def test_requests_that_reach_an_idle_server_at_the_same_moment_are_drawn_together() -> None:
+    sampler = SlowSampler()
+    sampler.go.set()
+
+    async def ask_together() -> list[bytes]:
+        queue = SampleQueue(sampler.draw, LIMITS)
+        try:
+            return await asyncio.gather(*await begin(queue, Images("a"), Images("b")))
+        finally:
+            queue.end()
+
+    assert asyncio.run(ask_together()) == [b"a", b"b"]
+    assert sampler.calls == [["a", "b"]]
+
+
 def test_request_beyond_the_places_is_refused_and_a_place_comes_back_when_its_request_leaves() -> (
     None
 ):

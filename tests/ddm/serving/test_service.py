@@ -178,6 +178,8 @@ def test_page_of_another_website_gets_nothing_drawn_and_reads_nothing(service: S
     # A browser asks first whether another origin may send JSON, and no answer allows one.
     asked = service.ask("OPTIONS", "/sample", headers={"Origin": "https://evil.example"})
     assert asked.status == 405
+    assert "POST" in asked.json["error"]
+    assert "/docs" in service.ask("GET", "/samples").json["error"]
     for answer in (asked, service.sample(steps=1), service.ask("GET", "/")):
         assert "access-control-allow-origin" not in answer.headers
         assert answer.headers["content-security-policy"].startswith("default-src 'none'")
