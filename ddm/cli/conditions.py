@@ -20,6 +20,9 @@ from ddm.system.console import say
 if TYPE_CHECKING:
     from ddm.encoders.text import TextEncoder
 
+# More would fill the screen with a federation of a hundred silos.
+_MAX_EXPERTS_LISTED = 12
+
 
 def encode_text(text: str, folder: Path, condition: Condition) -> ConditionValue:
     """Return the token embeddings of a text, by the encoder that the release's plan pins.
@@ -162,10 +165,19 @@ def describe_shares(
     class_prior: list[float] | None,
     label: str | None,
 ) -> str:
-    """Describe the share of the samples that each expert had, beside its prior."""
+    """Describe the share of the samples that each expert had, beside its prior; of many, those with most samples."""
     prior = expert_shares(ensemble, target_prior, class_prior).tolist()
     word = "prior" if label is None else f"prior given class {label}"
-    parts = zip(ensemble.expert_ids, shares, prior, strict=True)
-    return ", ".join(
-        f"{expert_id} {share:.2f} ({word} {due:.2f})" for expert_id, share, due in parts
-    )
+    experts = list(zip(ensemble.expert_ids, shares, prior, strict=True))
+    others = []
+    if len(experts) > _MAX_EXPERTS_LISTED:
+        experts.sort(key=lambda expert: expert[1], reverse=True)
+        others = experts[_MAX_EXPERTS_LISTED:]
+    parts = [
+        f"{expert_id} {share:.2f} ({word} {due:.2f})"
+        for expert_id, share, due in experts[:_MAX_EXPERTS_LISTED]
+    ]
+    if others:
+        share_of_others = sum(share for _, share, _ in others)
+        parts.append(f"and {len(others)} others {share_of_others:.2f} in all")
+    return ", ".join(parts)

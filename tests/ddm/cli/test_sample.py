@@ -256,6 +256,22 @@ def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> N
         condition_shares(ensemble, 2, None)
 
 
+def test_of_many_experts_only_those_with_most_samples_are_listed() -> None:
+    num_experts = 64
+    ensemble = Ensemble(
+        experts=[lambda x_B, t_B, c_B: x_B] * num_experts,  # type: ignore[list-item]
+        router=None,
+        prior=[1.0] * num_experts,
+        shape=(1, 4, 4),
+        expert_ids=[f"silo{number}" for number in range(num_experts)],
+    )
+    # Twelve of the last ones have one half of the samples, and all others together the other half.
+    shares = (0.5 / 52,) * 52 + (0.5 / 12,) * 12
+    text = describe_shares(ensemble, shares, [1 / num_experts] * num_experts, None, None)
+    assert text.startswith("silo52 0.04 (prior 0.02), silo53 0.04")
+    assert text.endswith("silo63 0.04 (prior 0.02), and 52 others 0.50 in all")
+
+
 def test_nobody_knows_who_holds_a_text_so_the_prior_is_that_of_all_images() -> None:
     ensemble = two_experts(TextCondition(dim=3, max_tokens=2))
     held = condition_shares(ensemble, torch.ones(2, 3), None)
