@@ -231,8 +231,8 @@ class _DelegatedRoles:
     key_of_role: Mapping[str, str]
 
 
-# The file is read anew each time and parsed when it has changed: intake asks once for each submission, and to parse the
-# delegations to a thousand silos takes longer than to verify one of them.
+# The file is read again each time and parsed when it has changed: intake asks once for each submission, and to parse
+# the delegations to a thousand silos takes longer than to verify one of them.
 @lru_cache(maxsize=1)
 def _parse_delegations(data: bytes) -> _DelegatedRoles:
     targets = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)

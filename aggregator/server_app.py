@@ -122,7 +122,7 @@ def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
     Args:
         grid: Flower's connection to the SuperLink.
         fed: the federation folder.
-        settings: of the run.
+        settings: the settings of the run.
     """
     index = load_bundle(fed / "plans" / settings.plan_id / "bundle")
     limits = TransferLimits(
@@ -188,7 +188,7 @@ def node_identity(openssh_key: str) -> bytes:
         raise SetupError(
             "node key",
             expected="an OpenSSH public key",
-            got=f"{len(openssh_key)} characters that are no such key",
+            got=f"{len(openssh_key)} characters that are not such a key",
             remedy="Restore registry/ from backup: a silo's card there holds its node key.",
         ) from error
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

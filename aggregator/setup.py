@@ -32,7 +32,7 @@ def init_federation(
     """Make a federation's folder.
 
     Args:
-        federation: a folder that is no federation yet.
+        federation: a folder that is not a federation yet.
         settings: written as federation.toml.
         passphrase: encrypts every private key.
         root: who holds the root of trust; None makes one key here.
@@ -52,7 +52,7 @@ def init_federation(
             str(federation.path),
             expected="a folder that is no federation yet",
             got="a federation that an earlier init made; it was cut short, and has been finished now",
-            remedy="Nothing is missing: use it, or remove the folder if it was made with other settings.",
+            remedy="Nothing is missing: use this federation, or remove the folder if it was made with other settings.",
         )
     if (federation.path / "federation.toml").exists() or federation.keys.exists():
         raise BusyError(
@@ -62,7 +62,7 @@ def init_federation(
             remedy="Choose another folder; keys are never overwritten.",
         )
     private_folder(federation.path)
-    # One rename decides, and the next call goes on, so that an init that is cut short leaves no half of a federation.
+    # One rename decides, and the next call continues, so that an init that is cut short leaves no half of a federation.
     with staging_folder(federation.path / "federation") as part:
         missing = _build(Federation(part), settings, passphrase, {"root": root, "targets": targets})
         move_into_place(part, ready)

@@ -14,7 +14,7 @@ A sample starts as noise and follows dx/dt = u(x, t) from t = 1 to t = 0. The *s
 follows. Three strategies draw from the distribution of the pooled data, up to the solver's error:
 
 - full: the mixture u itself, at the cost of K expert evaluations;
-- sample: one expert, drawn anew from the posterior w at every step, at the cost of one evaluation;
+- sample: one expert, drawn again from the posterior w at every step, at the cost of one evaluation;
 - lock: as sample until time t_lock, then the same expert to the end. At t_lock = 1, the default, the expert is drawn
   from the prior and no router is needed.
 
@@ -228,7 +228,8 @@ class Ensemble:
 
     def _on_device(self, device: torch.device | str) -> "Ensemble":
         router: Any = self.router
-        # The project's own routers are no modules: they bring their tensors to the device of the samples at every call.
+        # The project's own routers are not modules: they bring their tensors to the device of the samples at every
+        # call.
         if isinstance(router, nn.Module):
             router = move_experts([router], device)[0]
         experts = move_experts(self.experts, device)
@@ -518,7 +519,7 @@ class Ensemble:
         Raises:
             MathError: an argument out of range, arguments that do not go together, a strategy without a density, or an
                 expert or router that cannot be differentiated.
-            ShapeError: images of another shape, or as many conditions as images are needed.
+            ShapeError: images of another shape, or another number of conditions than of images.
             NumericalError: images or densities that are not finite.
         """
         x_0 = self.latent.encode(real_tensor(images, "images"))
@@ -634,10 +635,10 @@ class _SamplingRun:
     """One call of `Ensemble.sample`, whose samples are integrated some at a time.
 
     Attributes:
-        trajectories: of all samples.
+        trajectories: the trajectories of all samples.
         initial_state: where they begin.
         known: the part of them that is given.
-        seed: of their random streams, or one for each.
+        seed: the seed of their random streams, or one for each.
         num_moves: how often each sample moves.
     """
 

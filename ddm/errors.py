@@ -178,8 +178,8 @@ class ExpiredError(TrustError):
 
     exit_code = 14
     default_remedy = (
-        "Fetch a fresh copy. If there is none, ask the operator to sign again; an old release is "
-        "read knowingly with --archived."
+        "Fetch a fresh copy. If there is none, ask the operator to sign again; to read an old "
+        "release knowingly, use --archived."
     )
 
 
@@ -260,7 +260,7 @@ class ReplayError(FormatError):
 
     exit_code = 23
     default_remedy = (
-        "Do not use it: it was made for something else, or is a repetition. Ask its sender for "
+        "Do not use it: it was made for another purpose, or was sent before. Ask its sender for "
         "what belongs to this plan and silo."
     )
 
@@ -279,7 +279,7 @@ class RefusedError(ArchipelagoError):
     """A rule of this site forbids it."""
 
     exit_code = 30
-    default_remedy = "Change the request, or the rule, knowingly."
+    default_remedy = "Change the request; change the rule only if you know why it is there."
 
 
 class PolicyError(RefusedError):
@@ -349,7 +349,7 @@ class DecisionLogError(RefusedError):
     exit_code = 39
     default_remedy = (
         "Restore private/log from backup. If there is none, find out who changed it, keep the folder, and move it away "
-        "as a whole: a new log begins. Until then nothing is decided."
+        "as a whole: a new log begins. No decision can be recorded before that."
     )
 
 

@@ -1,4 +1,4 @@
-"""What a plan takes in bytes: each of its files, a look at it, training, sampling.
+"""How many bytes a plan takes: each of its files, its inspection, training, sampling.
 
 A site refuses by these figures before it opens a file of the plan, and a researcher's commands before they load one.
 They are upper estimates for float32 on a CPU. Parameters are counted on networks without memory (torch's meta device);
@@ -105,8 +105,8 @@ def token_router_size(
     Args:
         router: its sizes.
         shape: one sample in the experts' space.
-        num_experts: that it tells apart.
-        condition: of the experts, which the router may read.
+        num_experts: the number of experts that it tells apart.
+        condition: the condition of the experts, which the router may read.
     """
     sizes = Dit(
         patch=router.patch,
@@ -209,7 +209,7 @@ def training_bytes(plan: Plan, parts: int = 1) -> int:
 
     Args:
         plan: the plan.
-        parts: into which a machine divides a batch.
+        parts: the parts into which a machine divides a batch.
     """
     expert = plan.expert
     size = expert_size(plan)
@@ -274,10 +274,10 @@ def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: in
 
     Args:
         plan: the plan.
-        num_experts: of the release.
+        num_experts: the number of experts of the release.
         num: how many samples.
         batch: most samples that an expert is given at once.
-        steps: of the solver.
+        steps: the number of steps of the solver.
     """
     num_groups = plan.statistics.counts.num_groups
     in_flight = _num_in_flight(prod(plan.expert_shape), num, batch, steps)
@@ -307,10 +307,10 @@ def drawing_bytes(
     Args:
         network: the size of each.
         latent: decodes samples into images.
-        shape: of an image.
+        shape: the shape of an image.
         num: how many samples.
         batch: most samples that a network is given at once.
-        steps: of the solver.
+        steps: the number of steps of the solver.
     """
     values = prod(latent.shape(shape))
     evaluated = network.forward_bytes(min(num, batch)) - network.forward_bytes(0)
@@ -338,7 +338,7 @@ def condition_bytes(condition: Condition) -> int:
 
 
 def labels_bytes(condition: Condition, num: int) -> int:
-    """Return the bytes of the conditions of so many samples."""
+    """Return the bytes of the conditions of this many samples."""
     match condition:
         case ClassCondition():
             return _INTEGER_BYTES * num

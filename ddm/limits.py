@@ -188,7 +188,7 @@ def _training_rules(plan: Plan, limits: PolicyLimits, silo_id: str) -> Iterator[
 
     specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
     yield from _exceeds_own("size of an expert", stored_bytes(specs), plan.limits.expert_bytes)
-    # For as many units as were agreed, not for as many as there are: a limit is no question about the data.
+    # For as many units as were agreed, not for as many as there are: a limit is not a question about the data.
     num_units = 0
     agreed = plan.agreed.get(silo_id)
     if agreed is not None:

@@ -69,7 +69,8 @@ class LedgerSettings(Settings):
     """The folder of the privacy ledger, and its anchor.
 
     Attributes:
-        folder: of ledger, draws and salt, which any number of sites of one data holder may name; `private` by default.
+        folder: the folder of ledger, draws and salt, which any number of sites of one data holder may name; `private`
+            by default.
         anchor: a file on another disk that keeps the ledger's head.
     """
 
@@ -131,15 +132,15 @@ class DataPolicy(Settings):
 
     Attributes:
         kind: arrays that plans take as they are, latents, or pictures and volumes in files of their own.
-        shape: of one row of arrays or latents, as it is stored.
+        shape: the shape of one row of arrays or latents, as it is stored.
         range: lowest and highest value of floating point arrays; none for whole numbers.
         classes: how many there are, or their names; none where images have no class.
         captions: whether images have texts.
         min_images: the site has at least this many images; by default training.min_images.
         parts: the parts of the data set that are trained on and counted, such as train and validation; all but test by
             default. Images that belong to no part are always used.
-        patients: what of an identifier tells patients apart: its letters and digits (`spelling`), or its digits without
-            leading zeros (`digits`).
+        patients: which part of an identifier distinguishes patients: its letters and digits (`spelling`), or its digits
+            without leading zeros (`digits`).
     """
 
     kind: Literal["arrays", "latents", "pictures"] | None = None
@@ -176,9 +177,9 @@ class AuditPolicy(AuditLimits, strict=False):
     """The leak audit of this site.
 
     Attributes:
-        waiver: of an inconclusive audit; `silo waive` writes it.
-        max_holdout_units: no more are held out.
-        num_samples: drawn of each expert, at most, to look for copies.
+        waiver: the waiver of an inconclusive audit; `silo waive` writes it.
+        max_holdout_units: the largest number of units held out.
+        num_samples: the largest number of samples drawn of each expert, to look for copies.
     """
 
     waiver: Waiver | None = None
@@ -223,7 +224,7 @@ class Policy(Settings):
         """Return what the site's card states: without its budget, its declared data and its waivers.
 
         Args:
-            batch_parts: into which this machine divides a batch.
+            batch_parts: the number of parts into which this machine divides a batch.
         """
         return PolicyLimits(
             privacy=_narrowed(PrivacyLimits, self.privacy),
@@ -258,7 +259,7 @@ class Site:
         return self.path / "private"
 
     def work_folder(self, plan_id: str) -> Path:
-        """Where it works on a plan; there from acceptance on, also after the work is done."""
+        """Return the folder for the work on a plan; it exists from acceptance on, also after the work is done."""
         return self.private / "checkpoints" / plan_id
 
     @property
@@ -308,7 +309,7 @@ class Site:
             FederationError: it names another root than the pinned one.
         """
         remedy = (
-            "Answer no such plan. Ask the aggregator for one of the federation that this site "
+            "Do not accept such a plan. Ask the aggregator for one of the federation that this site "
             "joined; if private/trust/ was changed here, restore it from backup (`silo check SITE` "
             "compares it)."
         )
@@ -360,7 +361,7 @@ class Site:
         Raises:
             MissingFileError: the file is gone.
         """
-        remedy = "Restore dataset.salt from backup; without it every dataset counts as a new one."
+        remedy = "Restore dataset.salt from backup; without it, every data set counts as a new one."
         return require_file(self.salt_path, "the salt beside the ledger", remedy).read_bytes()
 
     @property

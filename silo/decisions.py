@@ -79,7 +79,7 @@ class WorkPaused(Model):
 
 
 class WorkResumed(Model):
-    """The worker may go on."""
+    """The worker may continue."""
 
     kind: Literal["resumed"] = "resumed"
 
@@ -121,7 +121,7 @@ SiteDecision = (
     | PolicyChanged
     | KeyRotated
 )
-# Decisions about one subject replace each other: one that repeats the last of its subject is no new one.
+# Decisions about one subject replace each other: one that repeats the last of its subject is not a new one.
 _SUBJECTS = {
     "paused": "pause",
     "resumed": "pause",
@@ -162,7 +162,7 @@ class DecisionLog:
     """The log of decisions of one site.
 
     Args:
-        site: whose private folder holds it.
+        site: the site whose private folder holds it.
     """
 
     def __init__(self, site: Site) -> None:
@@ -214,7 +214,7 @@ class DecisionLog:
             if last and isinstance(last.decision, ImagesReviewed):
                 is_new = last.decision.decisions_digest != review.decisions_digest
             else:
-                # A first scan whose flagged images all wait is no decision yet.
+                # A first scan whose flagged images all wait is not a decision yet.
                 is_new = review.num_cleared > 0 or review.num_left_out > 0
             if is_new:
                 self._append(entries, review)
@@ -253,10 +253,10 @@ class DecisionLog:
 
 
 def current_user() -> str:
-    """Return the user whose process this is, and whoever logged in, where that is another user and the kernel knows.
+    """Return the user of this process, and the user who logged in, where that is another one and the kernel knows.
 
-    The environment is not asked: whoever starts the program sets SUDO_USER as they like. The kernel's login user id is
-    set when a person logs in, `sudo` and `su` keep it, and only root can change it afterwards (pam_loginuid(8)).
+    The environment is not asked: anybody who starts the program sets SUDO_USER as they like. The kernel's login user id
+    is set when a person logs in, `sudo` and `su` keep it, and only root can change it afterwards (pam_loginuid(8)).
     """
     user_id = os.getuid()
     text = _describe_user(user_id)

@@ -85,7 +85,7 @@ class TerminalGuide:
         if _may_review(state, situation):
             # A page that is still open shows an earlier draft.
             self.close()
-            # An Enter from before this question is no answer to it.
+            # An Enter from before this question is not an answer to it.
             termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
             say("  or press Enter to open the review page here")
 

@@ -16,8 +16,8 @@ class Machine:
     """What a site's machine has to train with.
 
     Attributes:
-        num_gpus: that torch sees.
-        num_cores: that this process may use.
+        num_gpus: the number of gpus that torch sees.
+        num_cores: the number of cores that this process may use.
         flops_per_s: operations a second of one thread.
     """
 
@@ -36,7 +36,7 @@ def outlook(counts: UnitCounts, policy: Policy, licence: str, machine: Machine) 
     Args:
         counts: its images and, where the policy protects patients, its patients.
         policy: what it lets a plan require.
-        licence: of the federation's releases.
+        licence: the licence of the federation's releases.
         machine: what it trains with.
     """
     yield "training", _training(counts, policy)

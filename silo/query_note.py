@@ -1,4 +1,4 @@
-"""What the aggregator's last question says of this silo: whether its plan names it, and which code it knows.
+"""What the aggregator's last question says about this silo: whether its plan names it, and which code it knows.
 
 Nobody signs this, and nothing follows from it but words for the site's operator, and how long a courier stays.
 """

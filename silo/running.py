@@ -21,9 +21,9 @@ from silo.worker.progress import read_note
 from silo.worker.state import State
 from silo.worker.worker import Worker
 
-# Seconds for which the courier goes on after the worker's end, for a question that the aggregator has already asked.
+# Seconds for which the courier continues after the worker's end, for a question that the aggregator has already asked.
 LINGER_S = 8.0
-# Seconds for which it goes on after an error, until the aggregator knows of it.
+# Seconds for which it continues after an error, until the aggregator knows about it.
 MAX_REPORT_S = 60.0
 _LOOK_S = 0.5
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def run_both(site: Site, key: SigningKey, *, wait: bool = False) -> State:
         watch = CourierWatch(courier, site)
         watch.start()
         try:
-            # In one process tree there is no boundary, whoever owns the folders.
+            # In one process tree there is no boundary, regardless of who owns the folders.
             with guide_at_terminal(site, always=wait) as guide:
                 worker = Worker(site, key, Narrator(site), "none", stop, on_wait=guide)
                 state = _run_to_end(worker, stop)
@@ -142,9 +142,9 @@ def wait_until_heard(
 
     Args:
         site: the silo's folder.
-        code: that the worker reported.
+        code: the code that the worker reported.
         stop: ends the wait.
-        limit_s: as does this time, since the aggregator may be away.
+        limit_s: the time after which it ends too, since the aggregator may be away.
     """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and not stop.is_set():

@@ -52,8 +52,8 @@ def read_invitation(path: Path, code: str) -> Invitation:
 
     Raises:
         MissingFileError: there is no such file.
-        DocumentError: the file is no invitation.
-        SetupError: the text is no code.
+        DocumentError: the file is not an invitation.
+        SetupError: the text is not a code.
         RootError: it is the code of another invitation, or of a root; or the invitation contradicts itself.
     """
     require_file(path, "the aggregator's invitation.json")
@@ -61,7 +61,7 @@ def read_invitation(path: Path, code: str) -> Invitation:
     invitation = Invitation.parse(data, subject=path.name, limit=MAX_INVITATION_BYTES)
     root = invitation.root.encode()
     root_digest = sha256_hex(root)
-    # The second channel decides: whoever sent the file could have replaced root, address and certificate together.
+    # The second channel decides: anybody who sent the file could have replaced root, address and certificate together.
     expected_code = parse_code(code)
     if not is_code_of(expected_code, invitation.digest, CodeSubject.INVITATION):
         raise _wrong_code(path.name, expected_code, root_digest)
@@ -71,26 +71,26 @@ def read_invitation(path: Path, code: str) -> Invitation:
             f"{path.name}, root_digest",
             expected="the digest of the root",
             got="a different one",
-            remedy="Ask the aggregator's operator to write it anew: `aggregator invite FED`.",
+            remedy="Ask the aggregator's operator to write it again: `aggregator invite FED`.",
         )
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
         raise RootError(
             f"{path.name}, log_key",
             expected="the log key that the root names",
             got="a different one",
-            remedy="Ask the aggregator's operator to write it anew: `aggregator invite FED`.",
+            remedy="Ask the aggregator's operator to write it again: `aggregator invite FED`.",
         )
     return invitation
 
 
 def _wrong_code(name: str, expected_code: str, root_digest: str) -> RootError:
     """Return the error of an invitation that does not have the code which a person typed."""
-    # Its own code is not shown: to type it from here would trust whoever sent the file.
+    # Its own code is not shown: to type it from here would trust anybody who sent the file.
     if is_code_of(expected_code, root_digest, CodeSubject.ROOT):
         return RootError(
             name,
             expected="the code of the invitation",
-            got="the code of the root, which says nothing of the address to which this silo would send",
+            got="the code of the root, which does not cover the address to which this silo would send",
             remedy="Ask the aggregator's operator for the code of the invitation: `aggregator invite FED` prints it.",
         )
     return RootError(
@@ -107,7 +107,7 @@ def renew_address(site: Site, invitation: Invitation) -> bool:
 
     Args:
         site: a site of the invitation's federation.
-        invitation: whose code was compared.
+        invitation: the invitation whose code was compared.
 
     Returns:
         Whether address or certificate authority have changed.
@@ -183,7 +183,7 @@ class SiteSetup:
     Attributes:
         silo_id: the silo's name.
         data: its private images.
-        passphrase_file: whose path the configuration keeps.
+        passphrase_file: the file whose path the configuration keeps.
         images: how images are found and decoded.
         ledger: where the privacy ledger is; one that exists already is joined.
         policy: what it lets a plan ask for; by default one that declares what the data's headers say, unless its
@@ -346,7 +346,7 @@ def make_card(
     """
     settings = site.settings()
     card = Card(
-        # Whoever gets this card cannot enroll the silo in a federation that it never joined.
+        # Anybody who gets this card cannot enroll the silo in a federation that it never joined.
         root_digest=site.root_digest,
         agreed=_agreed(site, images, patients, advance, on_count),
         limits=site.policy().public_limits(settings.batch_parts),
@@ -433,7 +433,7 @@ def _agreed(
             if by_patient and lacks_patients(error):
                 error.remedy = (
                     "Give every image its patient: patients in an npz, a column patient in a table of paths. Where "
-                    "every image is of another person, a name of its own for each image will do. Only if the "
+                    "every image is of another person, a different name for each image is enough. Only if the "
                     "aggregator's operator says that the plans of this federation protect images "
                     '(statistics.unit = "image"), set unit = "image" under [privacy] in policy.toml instead: a site '
                     "without patients can take no plan that protects patients."

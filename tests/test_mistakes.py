@@ -517,7 +517,7 @@ def test_approving_twice_changes_nothing(world: WaitingFederation) -> None:
     assert type_command(approve).code == 0 and approval.read_bytes() == before
     assert world.tiny.work("north", until="in_outbox").sequence == 1
     result = type_command(approve)
-    assert result.code == 34 and "It was sent" in result.err
+    assert result.code == 34 and "The submission was sent" in result.err
 
 
 def test_right_digest_is_not_shown_when_another_one_is_approved(

@@ -51,7 +51,7 @@ def base(
             "--checkpoint-s",
             min=0,
             max=86400,
-            help="Most seconds between two checkpoints of the training.",
+            help="Maximum number of seconds between two checkpoints of the training.",
         ),
     ] = CHECKPOINT_S,
 ) -> None:

@@ -28,6 +28,6 @@ def doctor(
 
     reader = FederationFactsReader(Federation(fed).require(), now_utc())
     findings = examine(reader.facts(against))
-    # A finding is no error of this command. It is printed above, and the exit code tells scripts.
+    # A finding is not an error of this command. It is printed above, and the exit code tells scripts.
     if not print_findings(findings, as_json=as_json):
         raise typer.Exit(SetupError.exit_code)

@@ -173,7 +173,7 @@ def say_codes(federation: Federation, *, digests: bool = False) -> None:
     invitation_digest = read_own_invitation(federation).digest
     root = federation.tuf / "1.root.json"
     root_digest = sha256_file(root)
-    # Whoever can exchange a file on its way can exchange a digest beside it: hence the second channel.
+    # Anybody who can exchange a file on its way can exchange a digest beside it: hence the second channel.
     say(
         f"For every silo: {federation.path / INVITATION_NAME}. Read its code to the operator on the"
     )

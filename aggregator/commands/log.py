@@ -37,7 +37,7 @@ def log(
     from ddm.publishing.witnesses import ask_witnesses
 
     federation = Federation(fed).require()
-    # A key that is no witness's is refused before anything is signed.
+    # A key that is not a witness's is refused before anything is signed.
     witnesses = witnesses_of(federation)
     # A cosigned copy is of the last checkpoint. Signing what waits would make a newer one, and the copy useless.
     if cosigned is not None:
@@ -65,7 +65,7 @@ def witnesses_of(federation: Federation) -> "list[Witness]":
     """Return the witnesses that federation.toml names.
 
     Raises:
-        SetupError, DocumentError: a key is not one of a witness.
+        SetupError, DocumentError: a key is not a witness's.
     """
     from ddm.publishing.witnesses import Witness
     from ddm.trust.log.note import VerifierKey

@@ -116,7 +116,7 @@ def invite(
     ] = None,
     digests: DigestsOption = False,
 ) -> None:
-    """Print the codes of invitation and root; write the invitation anew if address or licence have changed."""
+    """Print the codes of invitation and root; write the invitation again if address or licence have changed."""
     from aggregator.membership.invitation import read_own_invitation, renew_invitation
 
     federation = Federation(fed).require()
@@ -165,7 +165,9 @@ def enroll(
     ] = None,
     yes: Annotated[
         bool,
-        typer.Option("--yes", help="Do not ask for codes, but print them, to be compared later."),
+        typer.Option(
+            "--yes", help="Print the codes instead of asking for them; they are compared later."
+        ),
     ] = False,
     digests: DigestsOption = False,
 ) -> None:

@@ -44,7 +44,7 @@ def holders_from(paths: Sequence[Path] | None, threshold: int, flag: str) -> "Ho
 
     Raises:
         SetupError: a threshold without holders or above their number, or the same key twice.
-        DocumentError: a file is no public key.
+        DocumentError: a file is not a public key.
     """
     from ddm.trust.drafts import Holders
 

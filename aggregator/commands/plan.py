@@ -224,7 +224,7 @@ def _released_base(
 
 
 def _refuse_contradictions(federation: Federation, draft: "Draft", cost: "Cost") -> None:
-    """Show what contradicts what in a draft, and refuse it where silos, intake or any device would fail on it.
+    """Show the contradictions in a draft, and refuse it if silos, intake or every device would fail on it.
 
     Raises:
         SetupError: at least one finding is more than a warning.

@@ -98,7 +98,7 @@ def admit(
 def _admit_quarantined(
     federation: Federation, waiting: "QuarantineEntry", reason: str, units: int | None
 ) -> None:
-    """Admit a submission that waits, in spite of the rules that it waits by."""
+    """Admit a submission that waits, in spite of the rules for which it waits."""
     record = waiting.record
     counted_units = _counted_units(federation, record.silo_id, record.num_units, units)
     # The decision records which rules the operator knew of: one that applies later asks again (docs/adr/0068).
@@ -199,7 +199,7 @@ def _overweight(federation: Federation, accepted: Collection[str]) -> dict[str, 
 
 
 def _rules_shown(federation: Federation, waiting: "QuarantineEntry") -> "list[Rule] | None":
-    """Return the rules by which a submission waits; None, which covers all, where their record is gone."""
+    """Return the rules for which a submission waits; None, which covers all rules, where their record is gone."""
     from aggregator.intake.claims import claim_faults
     from aggregator.intake.flags import flags_of
     from aggregator.membership.withdrawal import remaining_silos

@@ -21,7 +21,7 @@ def status(
         bool, typer.Option("--metrics", help="Print metrics in the text format of Prometheus.")
     ] = False,
     show_all: Annotated[
-        bool, typer.Option("--all", help="List every silo, also of many in the same state.")
+        bool, typer.Option("--all", help="List every silo, even if many are in the same state.")
     ] = False,
     serve: Annotated[
         bool,

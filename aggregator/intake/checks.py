@@ -373,7 +373,7 @@ def _check_num_images(submission: Submission, expert: SubmittedExpert, plan: Pla
 
 
 def check_privacy(plan: Plan, expert: SubmittedExpert, num_units: int) -> None:
-    """Refuse an expert that states more, less or other privacy than the plan requires of a silo of so many units.
+    """Refuse an expert that states more, less or other privacy than the plan requires of a silo of this many units.
 
     Raises:
         PolicyError: names the first field that differs.
@@ -403,7 +403,7 @@ def check_privacy(plan: Plan, expert: SubmittedExpert, num_units: int) -> None:
             got=f"{stated}, rate {stated.rate:.6g}",
         )
     num_steps = plan.expert.training.num_steps
-    # Both sides search for the multiplier, so that a small difference is no sign of less noise.
+    # Both sides search for the multiplier, so that a small difference is not a sign of less noise.
     min_noise = noise_multiplier_for(terms.epsilon, terms.delta, stated.rate, num_steps)
     if stated.noise_multiplier < min_noise * (1 - _NOISE_TOLERANCE):
         raise PolicyError(

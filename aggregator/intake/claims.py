@@ -1,4 +1,4 @@
-"""Bounds what a silo's stated number of units buys it: by the agreed number, and by its share of the prior.
+"""Limits the effect of a silo's stated number of units: by the agreed number, and by its share of the prior.
 
 A silo states its number of units without proof, can invent statistics to match, and its experts' prior is its share of
 all units. So a submission that states more than was agreed at enrolment, or that would hold more of the prior than
@@ -55,7 +55,7 @@ def counted_units(
             raise PolicyError(
                 f"{plan.statistics.unit}s of silo {submission.silo_id}",
                 expected=f"at most {agreed}",
-                got=f"{stated}, admitted by nobody",
+                got=f"{stated}, which no person admitted",
             )
         return CountedUnits(stated)
     # The last decision is the lowest: `record_decision` lets later ones only lower the number.
@@ -91,7 +91,7 @@ def claim_faults(
         faults["units"] = (
             f"states {claimed} {unit}s, more than the {agreed} agreed at enrolment, as the plan states"
         )
-    # As if all others had brought what they agreed to: whoever comes first must not be judged by its being alone.
+    # As if all others had brought what they agreed to: anybody who comes first must not be judged by its being alone.
     units = {
         other: agreed_units(plan, other)
         for other in plan.members
@@ -110,7 +110,7 @@ def claim_faults(
 def overweight(units: Mapping[str, int], max_influence: float) -> dict[str, float]:
     """Return the silos whose share of all units is above `max_influence`, with their shares.
 
-    None of at most 1 / max_influence silos, of whom one would always be above it or all at it.
+    Empty for at most 1 / max_influence silos, of which one would always be above the limit, or all exactly at it.
     """
     if len(units) * max_influence <= 1.0:
         return {}
@@ -128,7 +128,7 @@ def overweight_words(
     Args:
         federation: the operator's folder.
         units: what each silo counts as.
-        digests: of their submissions.
+        digests: the digests of their submissions.
     """
     max_influence = federation.settings().max_influence
     words_of_silos = {}
@@ -150,7 +150,7 @@ def refuse_overweight(
     Args:
         federation: the operator's folder.
         units: what each silo counts as.
-        digests: of their submissions.
+        digests: the digests of their submissions.
 
     Raises:
         RefusedError: one holds more of the prior than `max_influence`, and nobody has admitted it.

@@ -22,7 +22,7 @@ class ExpertCondition:
 
     Attributes:
         words: names it in a fault; empty for no condition.
-        value: of one sample, without a batch dimension; None for no condition.
+        value: the value of one sample, without a batch dimension; None for no condition.
     """
 
     words: str = ""
@@ -76,7 +76,7 @@ def answer_by_condition(
         answer: the expert.
         x_B: samples, shape (B, ...).
         t_B: their times.
-        conditions: of the samples; those without one come first.
+        conditions: the conditions of the samples; those without one come first.
     """
     # Null conditions and others cannot share a batch: an expert takes either no condition or one for each sample.
     values = [condition.value for condition in conditions if condition.value is not None]

@@ -48,7 +48,7 @@ class DrawnFigures(Model):
     Attributes:
         condition: in words.
         num: images.
-        num_broken: of them not finite.
+        num_broken: the number of images that are not finite.
         far: median over the images of the distance to the nearest public image, as a multiple of the median distance
             of two public images.
         farthest: the largest, as a multiple of the distance of the two public images that differ the most.
@@ -192,11 +192,11 @@ def drawn_images(
 
     Args:
         velocity: the expert, on `path`.
-        conditions: of the images; those without one come first.
+        conditions: the conditions of the images; those without one come first.
         shape: one image in the experts' space.
-        path: of the ensemble.
+        path: the path of the ensemble.
         rng: draws noise and times.
-        mean: of the public images; a sample that starts below t = 1 starts from it with noise.
+        mean: the mean of the public images; a sample that starts below t = 1 starts from it with noise.
         start: the t at which samples start.
     """
     # Secret times within the steps, so that an expert cannot be honest at those of the usual solvers alone.

@@ -221,7 +221,7 @@ class Examiner:
         Args:
             silo_id: whose.
             submission: the document.
-            digest: of the document.
+            digest: the digest of the document.
             folder: holds the experts; no other process writes there.
         """
         figures = tuple(
@@ -322,7 +322,7 @@ class Examiner:
         if path.is_file():
             data = read_bounded(path, MAX_DOCUMENT_BYTES)
             return ExpertExamination.parse(data, subject=path.name).expert
-        # Shows the supervisor that the work goes on: one expert may take minutes.
+        # Shows the supervisor that the work continues: one expert may take minutes.
         self.on_expert()
         figures = self.measure_expert(silo_id, folder, expert, digest)
         examination = ExpertExamination(
@@ -346,7 +346,7 @@ class Examiner:
             plan.condition,
         )
         base_tensors = self._base_tensors(silo_id, expert.expert_id)
-        # A weight grows from where training starts: a random draw, or the expert that it goes on from.
+        # A weight grows from where training starts: a random draw, or the expert that it continues from.
         excess = {}
         for name, tensor in tensors.items():
             fresh = fresh_rms(tensor.shape, has_unit_weights=architecture.has_unit_weights)

@@ -98,10 +98,10 @@ class _Origin:
     """What a silo's submission must be for, by the current plan.
 
     Attributes:
-        root_digest: of the federation's first root.
+        root_digest: the digest of the federation's first root.
         silo_id: who signed it.
         plan_id: the plan for which it was signed: the current one, or the one that it is carried from.
-        plan_digest: of that plan.
+        plan_digest: the digest of that plan.
         submission_digest: the submission that the current plan carries over; None where the silo trains.
     """
 

@@ -1,4 +1,4 @@
-"""Distinguishes faults of the federation's own files from those of a submission, for which alone a silo is refused."""
+"""Distinguishes faults of the federation's own files from those of submissions, which alone can be refused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ def reading_federation_files() -> Iterator[None]:
     """Read the federation's own files.
 
     Raises:
-        OwnFilesError: in place of every error of ours.
+        FederationFilesError: takes the place of every error of ours.
     """
     try:
         yield

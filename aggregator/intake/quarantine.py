@@ -148,7 +148,7 @@ def is_admitted(decisions: Iterable[QuarantineDecision], rule: Rule | None = Non
 
 
 def _covers(decision: QuarantineDecision, rule: Rule | None) -> bool:
-    """Whether an admission is one in spite of this rule; None: of any."""
+    """Whether an admission holds in spite of this rule; with None, in spite of any rule."""
     if decision.shown is None:
         return True
     if rule is None:
@@ -176,7 +176,7 @@ def record_decision(federation: Federation, decision: QuarantineDecision) -> Non
                     "SILO --reason TEXT`."
                 ),
             )
-        # The whole file is written anew, and takes the place of the old one in one step: a crash leaves no half line.
+        # The whole file is written again, and takes the place of the old one in one step: a crash leaves no half line.
         lines = b""
         if federation.decisions.exists():
             lines = read_bounded(federation.decisions, MAX_DECISIONS_BYTES)

@@ -69,7 +69,7 @@ class DistanceLimits:
     """How far drawn images may be from the public set, as multiples of distances among public images.
 
     Attributes:
-        median: of the drawn images' distances, in median distances of two public images.
+        median: the median of the drawn images' distances, in median distances of two public images.
         largest: of them, in distances of the two public images that differ the most.
     """
 
@@ -106,7 +106,7 @@ class ExpertFigures(Model):
 
     Attributes:
         expert_id: the expert.
-        digest: of its file.
+        digest: the digest of its file.
         losses: velocity loss of each public image in each band, mean over its values.
         excess_rms: the largest excess of a weight tensor's root mean square over that of a fresh one.
         excess_tensor: the name of that tensor.
@@ -166,7 +166,7 @@ class Probe:
         Args:
             images: shape (N, ...); at most `num_images` of them.
             mean: mean of the public images that the plan was fitted on.
-            path: of the noising.
+            path: the path of the noising.
             prediction: the quantity that an expert predicts. Its loss is taken on that quantity: near t = 1 the
                 velocity follows from eps by a division by almost 0.
             rng: draws times and noise.

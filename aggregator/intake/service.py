@@ -121,7 +121,7 @@ class IntakeService:
             The number of submissions answered.
 
         Raises:
-            FederationFilesError: a file of the federation cannot be used; nobody is answered for that.
+            FederationFilesError: a file of the federation cannot be used; no submission is answered in that case.
         """
         self._withdraw_silos_that_left()
         self._finish_withdrawals()

@@ -43,10 +43,10 @@ class WorstRow(Model):
 
     Attributes:
         t: its time.
-        condition: of the expert there, in words.
+        condition: the condition of the expert there, in words.
         times: its loss, as a multiple of the limit there.
         num_over: the number of rows above their limits.
-        num_rows: of all.
+        num_rows: the number of all rows.
     """
 
     t: float
@@ -91,7 +91,7 @@ class Sweep:
         t: their times.
         target: the prediction that an expert learns there.
         limit: the largest plausible loss of each row.
-        conditions: of the rows.
+        conditions: the conditions of the rows.
     """
 
     x: Tensor
@@ -119,7 +119,7 @@ class Sweep:
 
         Args:
             images: public images, shape (N, ...).
-            path: of the noising.
+            path: the path of the noising.
             prediction: the quantity that an expert predicts.
             condition: the kind of condition that it takes.
             rng: chooses.
@@ -177,7 +177,7 @@ def choose_times(rng: np.random.Generator, num_rows: int) -> list[float]:
 
     Args:
         rng: draws the secret times, and chooses where not all fit.
-        num_rows: how many.
+        num_rows: the number of rows.
     """
     ends = [1.0, 0.0]
     grid = uniform_times(DEFAULT_STEPS)[1:-1]

@@ -68,8 +68,8 @@ class Trial:
         canonical: the ensemble's path.
         condition: the kind of condition that they take.
         images: held-out public images in the experts' space.
-        mean: of those that the plan was fitted on.
-        gallery: public images to hold drawn ones to.
+        mean: the mean of those that the plan was fitted on.
+        gallery: public images with which drawn ones are compared.
         forward_flops: of one evaluation of one image.
     """
 
@@ -196,6 +196,6 @@ class Trial:
         return secret_stream(self.secret, self.plan_id, *objective, *purpose)
 
     def _num_affordable(self, minimum: int, maximum: int, evaluations: int = 1) -> int:
-        """Return how many samples of so many evaluations each the budget of a trial pays for."""
+        """Return how many samples of this many evaluations each the budget of a trial pays for."""
         affordable = TRIAL_FLOPS / (self.forward_flops * evaluations)
         return int(np.clip(affordable, minimum, maximum))

@@ -163,7 +163,7 @@ def abandon_change(federation: Federation) -> str:
             raise PolicyError(
                 str(federation.path),
                 expected="a change of a founded federation",
-                got="the founding of the federation, without which nothing remains",
+                got="the change that creates the federation, which cannot be discarded",
                 remedy=(
                     "Remove the whole folder and make the federation again: `aggregator init FED --name NAME "
                     "--licence TEXT --address HOST:PORT`."

@@ -190,7 +190,7 @@ def _draft_requests(
 
 
 def _next_log_key(change: Change, present_log_key: str | None, passphrase: bytes) -> str:
-    """Make the log's next key; the log keeps its name, and goes on."""
+    """Make the log's next key; the log keeps its name, and continues."""
     verifier_key = VerifierKey.parse(present_log_key or "")
     return str(replace(verifier_key, public=make_key(change, "log", passphrase)))
 

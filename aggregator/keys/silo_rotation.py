@@ -114,12 +114,12 @@ def check_cards_unchanged(
     """Refuse a plan that waited for signatures while a silo was removed, or its key or its agreed size changed.
 
     Args:
-        federation: whose registry the plan must follow, as it is now.
+        federation: the federation whose registry the plan must follow, as it is now.
         plan: about to start.
         keys: its silos', as signed.
 
     Raises:
-        PolicyError: names the silo; the silo would refuse this plan, or is no silo of the federation any more.
+        PolicyError: names the silo; the silo would refuse this plan, or is not a silo of the federation any more.
     """
     enrolled = read_cards(federation)
     next_cards = cards_for_next_plan(

@@ -56,7 +56,7 @@ def make_invitation(federation: Federation, root: bytes, address: str) -> Invita
 
 
 def renew_invitation(federation: Federation, address: str | None = None) -> bool:
-    """Write the invitation anew, if the licence, the authority or the address has changed since it was written.
+    """Write the invitation again, if the licence, the authority or the address has changed since it was written.
 
     A new address comes into `federation.toml` too, for the next `aggregator run`. A host or a port there that was not
     the old address stays: the operator chose to listen elsewhere than where silos connect.

@@ -90,7 +90,7 @@ def read_card(data: bytes) -> Card:
         raise DocumentError(
             "enrolment card, node_key",
             expected="an OpenSSH public key",
-            got=f"{len(card.node_key)} characters that are no such key",
+            got=f"{len(card.node_key)} characters that are not such a key",
         ) from error
     # One key has one text, since keys are compared as texts. The attack: a silo enrolls another silo's node key in
     # another spelling, and takes its place in the conversation.
@@ -131,12 +131,12 @@ def check_card_code(card: Card, code: str) -> None:
     """Refuse a card unless this is its code, or its digest, as the silo's operator reads it out.
 
     Raises:
-        SetupError: the text is no code.
+        SetupError: the text is not a code.
         DigestError: it is the code of another card.
     """
     expected_code = parse_code(code)
     if not is_code_of(expected_code, card.digest, CodeSubject.CARD):
-        # The card's own code is not shown: to type it from here would trust whoever sent the file.
+        # The card's own code is not shown: to type it from here would trust anybody who sent the file.
         raise DigestError(
             f"card of silo {card.silo_id}",
             expected=f"a card with the code {expected_code}",
@@ -247,7 +247,7 @@ class _NewCard:
 
 @dataclass(frozen=True)
 class UsedKeys:
-    """The keys that silos of a federation have, had or will have: whoever comes later needs keys of its own.
+    """The keys that silos of a federation have, had or will have: anybody who comes later needs keys of its own.
 
     Attributes:
         cards: the card of each enrolled silo.
@@ -310,7 +310,7 @@ class UsedKeys:
                 expected="a key of its own",
                 got=f"a key of {owners[0]}, present or rotated",
                 remedy=(
-                    "Ask the silo to make a key that nobody ever had: `silo rotate SITE --out card.json`, or "
+                    "Ask the silo to make a new key: `silo rotate SITE --out card.json`, or "
                     "a new site: `silo init SITE --help`."
                 ),
             )
@@ -350,8 +350,8 @@ def _check_not_rotated(federation: Federation, card: Card) -> None:
     if (federation.registry / "rotated" / f"{card.silo_id}.json").exists():
         raise BusyError(
             f"silo {card.silo_id}",
-            expected="a card with the rotations of this silo's key, as the one taken in before",
-            got="a card alone",
+            expected="a card with the rotations of this silo's key, as the card enrolled before",
+            got="a card without rotations",
             remedy="Ask the silo for its present card: `silo enroll SITE --out card.json`.",
         )
 
@@ -384,7 +384,8 @@ def check_card_federation(federation: Federation, card: Card) -> None:
     Raises:
         FederationError: names the silo.
     """
-    # Whoever got the card that a hospital made for another federation could enroll the hospital here without its will.
+    # Anybody who got the card that a hospital made for another federation could enroll the hospital here without its
+    # will.
     remedy = (
         "Ask the silo to join this federation in a new folder with this invitation.json, `silo "
         "init SITE --help`, and to send its card: `silo enroll SITE --out card.json`."
@@ -467,7 +468,7 @@ def find_card(federation: Federation, silo_id: str) -> Card | None:
 def active_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
     """Return the cards of the plan's silos that may still answer it, in its order: those with a delegated key.
 
-    A silo that was removed, or enrolled anew with another key, can take part from the next plan on.
+    A silo that was removed, or enrolled again with another key, can take part from the next plan on.
     """
     silo_ids = set(plan.silos)
     return {

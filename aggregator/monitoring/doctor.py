@@ -69,7 +69,7 @@ class FederationFacts:
         disk_needed_bytes: for the submissions still expected.
         memory_free_bytes: available.
         memory_needed_bytes: for a run.
-        packages: what Python and the installed packages are not as they should be.
+        packages: faults in the versions of Python and of the installed packages.
         processes: programs started by `aggregator run`.
         orphans: programs of a run that has ended.
         not_enrolled: silos that may sign for the plan, without a card.
@@ -233,7 +233,7 @@ def _left(facts: FederationFacts, expires: datetime) -> str:
 
 
 def _root(facts: FederationFacts) -> Iterator[Finding]:
-    # Whoever was invited pinned the fingerprint in the invitation, and accepts nothing that another root signed.
+    # Anybody who was invited pinned the fingerprint in the invitation, and accepts nothing that another root signed.
     if facts.root_digest and facts.invited_digest and facts.root_digest != facts.invited_digest:
         yield Finding(
             "tuf/metadata/1.root.json",
@@ -277,7 +277,7 @@ def _disk(facts: FederationFacts) -> Iterator[Finding]:
 
 
 def _memory(facts: FederationFacts) -> Iterator[Finding]:
-    # A run that goes on has taken its memory already.
+    # A run that continues has taken its memory already.
     if not facts.processes.running and facts.memory_free_bytes < facts.memory_needed_bytes:
         yield Finding(
             "memory",
@@ -311,7 +311,7 @@ def _processes(facts: FederationFacts) -> Iterator[Finding]:
     for program in facts.orphans:
         yield Finding(
             program.name,
-            expected="no process without aggregator run",
+            expected="no such process while aggregator run does not run",
             got=f"process {program.pid}, still running",
             remedy=f"End it: kill {program.pid}",
         )

@@ -32,7 +32,7 @@ class SiloLabels:
         reported: the state that it reported last.
         last_seen: when it answered last.
         arriving: how much of its submission has arrived, and at which rate; empty when none is on its way.
-        percent: of the submission that has arrived.
+        percent: the percentage of the submission that has arrived.
     """
 
     silo: SiloStatus
@@ -68,7 +68,7 @@ def groups_of(status: FederationStatus, *, show_all: bool) -> list[SiloGroup]:
     """Group the silos by standing: first those that need a person here, then those that need one at the silo.
 
     Args:
-        status: of the federation.
+        status: the status of the federation.
         show_all: show every silo of a group, however many there are.
     """
     groups = []
@@ -133,7 +133,7 @@ def attention_points(status: FederationStatus, *, show_all: bool = False) -> Ite
     """Yield what needs the operator's attention, the most urgent first; of many silos alike the first ones only.
 
     Args:
-        status: of the federation.
+        status: the status of the federation.
         show_all: name every silo.
     """
     yield from status.problems
@@ -217,8 +217,8 @@ def page_values(status: FederationStatus, *, show_all: bool = False) -> dict[str
     """Return the values of the page's template.
 
     Args:
-        status: of the federation.
-        show_all: show every silo, however many stand alike.
+        status: the status of the federation.
+        show_all: show every silo, even if many have the same standing.
     """
     planned_silos = [silo for silo in status.silos if silo.standing != "unnamed"]
     groups = groups_of(status, show_all=show_all)
@@ -242,8 +242,8 @@ def status_text(status: FederationStatus, *, show_all: bool = False) -> str:
     """Format a status for a terminal.
 
     Args:
-        status: of the federation.
-        show_all: list every silo, however many stand alike.
+        status: the status of the federation.
+        show_all: list every silo, even if many have the same standing.
     """
     running = "running" if status.processes.running else "not running"
     lines = [f"{status.federation} at {status.address}, {running}; plan {status.plan_id or 'none'}"]

@@ -59,7 +59,7 @@ def clock_of(url: str) -> datetime:
     """Read the time of a web server.
 
     Args:
-        url: of the server; only the header of its response is read.
+        url: the address of the server; only the header of its response is read.
 
     Raises:
         SetupError: not the URL of a web server.
@@ -114,7 +114,7 @@ def nginx_version() -> tuple[int, ...] | None:
     if match is None:
         raise SetupError(
             str(nginx),
-            expected="its version",
+            expected="a version number",
             got=output[:100] or "no output",
             remedy="Run `nginx -v`, and reinstall nginx if it fails.",
         )

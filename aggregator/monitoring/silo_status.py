@@ -53,9 +53,9 @@ class SiloStatus(Model):
         silo_id: the silo.
         standing: its status as the aggregator sees it.
         state: the state that it reported last; empty if it never reported one.
-        progress: of the training, in percent, as reported.
-        code: 0 while its work goes on, else the exit code of what a person there must remove, as reported.
-        person: who must act before the work goes on.
+        progress: the progress of the training, in percent, as reported.
+        code: 0 while its work continues, else the exit code of what a person there must remove, as reported.
+        person: who must act before the work continues.
         last_seen: when it answered last.
         arrival: the submission on its way, if any.
         submissions: those that arrived, the newest last.
@@ -284,7 +284,7 @@ def _first_file(part: Path, now: datetime) -> tuple[datetime, int]:
 
 def _submissions(folders: SiloFolders, key: PublicKey) -> Iterator[SubmissionStatus]:
     """Yield every submission in order: from its receipt, else from quarantine, else as arrived."""
-    # The notice that a person decides is called N.held.json, which is no number: it answers nothing yet.
+    # The notice that a person decides is called N.held.json, which is not a number: it answers nothing yet.
     answered = _numbers(folders.receipts, ".json")
     quarantined = _numbers(folders.quarantine)
     # A submission that is still on its way is in N.part, and gets its number once it is whole.

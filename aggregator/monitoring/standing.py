@@ -1,6 +1,6 @@
-"""What the aggregator knows of a silo, whether a person must act, where, and what that person does: rules without I/O.
+"""What the aggregator knows about a silo, and whether, where and how a person must act: rules without I/O.
 
-The silo's own words for the same states are in `silo.worker.descriptions`, and a test holds the two against each other.
+The silo's own words for the same states are in `silo.worker.descriptions`, and a test compares the two.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ Standing = Literal[
 ]
 Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
 Person = Literal["nobody", "silo", "aggregator"]
-"""Who must act before the work goes on: nobody, a person at the silo, or one at the aggregator."""
+"""Who must act before the work continues: nobody, a person at the silo, or one at the aggregator."""
 Tone = Literal["ok", "busy", "idle", "warn", "bad"]
 
 
@@ -52,7 +52,7 @@ class StandingWords:
     step: str = ""
 
 
-# In the order of the lists: first what this operator decides, then what other people must do, then what goes on.
+# In the order of the lists: first what this operator decides, then what other people must do, then what is in progress.
 STANDINGS: Mapping[Standing, StandingWords] = {
     "quarantined": StandingWords(
         "quarantined: decision needed",
@@ -141,10 +141,10 @@ class Report:
     """What a silo reported last, as far as it can be read.
 
     Attributes:
-        state: of its work; empty where it reported none.
-        progress: of the training, in percent.
-        sequence: of the submission that it is at; 0 where it reported none.
-        code: 0 while its work goes on, else the exit code of what a person there must remove.
+        state: the state of its work; empty where it reported none.
+        progress: the progress of the training, in percent.
+        sequence: the sequence of the submission that it is at; 0 where it reported none.
+        code: 0 while its work continues, else the exit code of what a person there must remove.
     """
 
     state: str = ""

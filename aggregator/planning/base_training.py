@@ -69,7 +69,7 @@ class BaseImages:
         classes: the class of each, int64; None for a base without classes.
         latent: what the network sees of an image.
         autoencoder: sha256 of the autoencoder's weights as a plan has them; None on pixels.
-        condition: of the base.
+        condition: the condition of the base.
     """
 
     x_0: Tensor
@@ -80,7 +80,7 @@ class BaseImages:
 
     @property
     def digest(self) -> str:
-        """Names these images, in this form."""
+        """The digest that identifies these images, in this form."""
         sha256 = hashlib.sha256()
         for tensor in (self.x_0, self.classes):
             if tensor is None:
@@ -92,7 +92,7 @@ class BaseImages:
 
 
 def trained_base_of(recipe: SharedRecipe) -> TrainedBaseRecipe:
-    """Return what a recipe says of a base to train.
+    """Return what a recipe says about a base to train.
 
     Raises:
         SetupError: it names none.
@@ -166,12 +166,12 @@ def train_base(
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> TrainedBaseCard:
-    """Train a base, or go on where an earlier process stopped; a base that is finished is returned as it is.
+    """Train a base, or continue where an earlier process stopped; a base that is finished is returned as it is.
 
     Args:
-        recipe: with the base to train.
+        recipe: the recipe with the base to train.
         images: what it learns.
-        root_digest: of the federation's first root.
+        root_digest: the digest of the federation's first root.
         settings: device, processes and launcher, as of an expert's training.
         on_progress: called every few steps.
         should_stop: once it returns true the training stops after a checkpoint.

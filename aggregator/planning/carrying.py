@@ -1,7 +1,8 @@
 """Takes over experts of the plan in force into the next one, with the public files that give them their meaning.
 
-Only the plan in force can be carried from. When a plan is replaced, the roles that its successor does not carry go from
-the snapshot for good, so that nobody brings back what a silo withdrew; what the plan in force carries itself goes on.
+Only experts of the plan in force can be carried over. When a plan is replaced, the roles that its successor does not
+carry are removed from the snapshot for good, so that nobody brings back what a silo withdrew; what the plan in force
+carries itself is carried further.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -39,7 +40,7 @@ class CarriedExperts:
 
     Attributes:
         plan: the plan in force.
-        carried: the silos whose experts go on.
+        carried: the silos whose experts are carried over.
         agreed: their agreed sizes.
         earlier: the plans for which these silos trained, by id.
         folder: holds the plan's `plan.json` and `plan/`.
@@ -68,7 +69,7 @@ class CarriedExperts:
 def choose_carried(
     federation: Federation, plan_id: str, replaced: Collection[str]
 ) -> CarriedExperts:
-    """Choose the accepted silos of the plan in force whose experts go on: all that were not withdrawn, except some.
+    """Choose the silos whose experts are carried over: all accepted ones that were not withdrawn, except some.
 
     Args:
         federation: the operator's folder.
@@ -84,9 +85,9 @@ def choose_carried(
     if plan_id not in (PLAN_IN_FORCE, plan.plan_id):
         raise SetupError(
             f"--carry {plan_id[:80]}",
-            expected=f"the plan in force, {plan.plan_id}, which also goes on with what it carries itself",
+            expected=f"the plan in force, {plan.plan_id}, which includes the experts that it carries over itself",
             got="another plan",
-            remedy="Use --carry current. What a plan in force did not carry over has to be trained again.",
+            remedy="Use --carry current. Experts that the plan in force did not carry over must be trained again.",
         )
     inventory = take_inventory(federation)
     unknown = sorted(set(replaced) - inventory.silos.keys())
@@ -174,7 +175,7 @@ def reuse_public_parts(
         paths.append(plan.latent.path)
     for path in paths:
         link_or_copy(experts.folder / path, folder / path)
-    # A carried submission names the digest of its own plan: whoever verifies it needs that document.
+    # A carried submission names the digest of its own plan: anybody who verifies it needs that document.
     paths += _copy_earlier_plans(experts, folder)
 
     paths += write_base(recipe.expert, networks, folder)

@@ -77,7 +77,7 @@ def fitted_columns(
     """Return the columns of the images that the plan is fitted on, checked against the plan.
 
     Args:
-        columns: of all public images.
+        columns: the columns of all public images.
         rows: the images that the plan is fitted on.
         recipe: the operator's.
         condition: the experts'.
@@ -125,7 +125,7 @@ def _check_classes(classes: NDArray[Any], num_classes: int) -> None:
             "column labels",
             expected=f"classes 0 to {num_classes - 1}",
             got=f"{lowest} to {highest}",
-            remedy="Label the public images as condition.num_classes of the recipe counts them.",
+            remedy="Number the classes of the public images from 0 to condition.num_classes - 1 of the recipe.",
         )
 
 
@@ -134,9 +134,9 @@ def _check_every_silo(column: NDArray[Any], column_name: str, silos: Collection[
     if silos_without_images:
         raise DataError(
             f"column {column_name}",
-            expected="public images of every silo of the plan, by its id; those of nobody may say anything else",
+            expected="public images of every silo of the plan, named by its id; other images may have any other text",
             got=f"none of {', '.join(silos_without_images)[:200]}",
-            remedy='Add some, or use router.labels "class", "group" or "experts".',
+            remedy='Add public images of these silos, or use router.labels "class", "group" or "experts".',
         )
 
 

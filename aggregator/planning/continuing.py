@@ -53,7 +53,7 @@ def read_continued(
     if not submissions:
         raise SetupError(
             "recipe, expert.adaptation",
-            expected=f"a silo that trains with an accepted submission to {plan.plan_id}",
+            expected=f"at least one training silo with an accepted submission to {plan.plan_id}",
             got=f"none of {', '.join(silos)}",
         )
     return ContinuedExperts(plan, submissions)

@@ -27,7 +27,7 @@ class DraftedPlan:
 
     Attributes:
         plan: the plan.
-        cards: of the silos that train, by their names.
+        cards: the cards of the silos that train, by their names.
         max_influence: of federation.toml.
         cost: what the plan costs each silo.
     """
@@ -49,7 +49,7 @@ class DraftedPlan:
 
 
 def find_contradictions(drafted: DraftedPlan) -> tuple[Finding, ...]:
-    """Return what contradicts what, refusals first; empty where everything agrees."""
+    """Return the contradictions of a draft, refusals first; empty where everything agrees."""
     findings: list[Finding] = []
     for rule in (
         _beyond_a_policy,
@@ -228,8 +228,8 @@ def _counts_below_their_noise(drafted: DraftedPlan) -> Iterator[Finding]:
         "statistics.counts",
         expected=f"more units in a cell, on average, than the noise of {noise:.2g}",
         got=_listed(means),
-        remedy="Choose fewer groups (num_groups) or a larger epsilon: the router learns next to nothing of these "
-        "silos.",
+        remedy="Choose fewer groups (num_groups) or a larger epsilon: the router learns almost "
+        "nothing about these silos.",
         level="warn",
     )
 
@@ -249,7 +249,7 @@ def _private_steps_of_everybody(drafted: DraftedPlan) -> Iterator[Finding]:
     sizes = [f"{silo_id} has at most {num}" for silo_id, num in small.items()]
     yield Finding(
         "expert.privacy.units_per_step",
-        expected="fewer than the units of each silo, of which chance chooses some in a step",
+        expected="fewer units than each silo has, since each step takes some of them at random",
         got=f"{terms.units_per_step}; {_listed(sizes)}",
         remedy="Lower units_per_step: where every unit is in every step, the same epsilon needs far more noise.",
         level="warn",

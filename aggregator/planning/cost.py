@@ -40,13 +40,13 @@ class Cost:
         t_release: noise level at which sketches leave; None where none do.
         epsilon: what all statistics cost together at the total's delta.
         expert_bytes: size of one expert.
-        parameters: its trained numbers.
+        parameters: the number of its trained weights.
         forward_flops: operations of evaluating one sample.
         training_flops: operations of one sample of a training step.
-        work: what it makes the machine of its largest silo compute and keep.
+        work: the computation, memory and disk that it needs at its largest silo.
         sampling_bytes: estimated memory of evaluating one sample, weights included.
         num_experts: the largest number of experts that a silo may have.
-        train_s: seconds that training all of these would take here, one thread; of private training about.
+        train_s: seconds that training all of these would take here, one thread; for private training an approximation.
         audit_s: seconds that the leak audit of all of these would take here, with as many units held out as the plan
             needs at least; 0 where the plan requires none.
         timed: whether a few training steps were measured for it; else it follows from the operations, and from the

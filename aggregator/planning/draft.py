@@ -62,8 +62,8 @@ class FederationTerms:
 
     Attributes:
         name: the federation's, with which the plan's id begins.
-        root_digest: of its first root, which the plan names.
-        licence: of the releases that come of the plan.
+        root_digest: the digest of its first root, which the plan names.
+        licence: the licence of the releases that are made from the plan.
         receipt_key: signs receipts once the plan is in force.
         training_cards: of the silos that train, sorted: with the rotated key where one waits.
         continued: the experts of an earlier plan that silos train on; None where they start afresh.
@@ -90,12 +90,13 @@ def draft_plan(
     """Make the public parts in `folder` and write the plan around them; nothing is signed yet.
 
     Args:
-        federation: whose plan it becomes.
+        federation: the federation whose plan it becomes.
         recipe: what the operator asks for.
         networks: those that the recipe names, see `ddm.planning.networks`.
         public: public images, shape (N, C, H, W); or what is carried over, with the public parts of its plan.
         folder: where the plan's files go.
-        on_progress: called with images encoded and images in all, which is long with a large network.
+        on_progress: called with the number of images encoded and of all images; encoding takes long with a large
+            network.
         columns: the columns of all public images that the recipe's router learns from.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What cannot work, told from a recipe and the enrolled cards alone: before anything is fitted, timed or signed."""
+"""Finds what cannot work, from a recipe and the enrolled cards alone, before anything is fitted, timed or signed."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ def check_feasible(recipe: Recipe, cards: Mapping[str, Card]) -> None:
 
     Args:
         recipe: what the operator asks for.
-        cards: of the silos that train, by their names.
+        cards: the cards of the silos that train, by their names.
 
     Raises:
         SetupError: names the field, what it must be and what to do.

@@ -13,7 +13,7 @@ class Recipe(SharedRecipe, PlanTerms):
     """One TOML file: the parts of a plan that an operator chooses.
 
     Attributes:
-        valid_days: days until the plan expires; the timestamp that silos are sent holds no longer than 90.
+        valid_days: days until the plan expires; the timestamp that silos receive is valid for at most 90.
         base: the public expert that training starts from, whichever weights `expert.adaptation` then trains; the
             adaptations lora and partial need one.
     """

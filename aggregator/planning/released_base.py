@@ -102,7 +102,7 @@ def velocity_loss(expert: Expert, path: DiffusionPath, x_0: Tensor, eps: Tensor)
 
     Args:
         expert: called as ``expert(x_B, t_B)``.
-        path: of the noising.
+        path: the path of the noising.
         x_0: images or latents, shape (N, ...).
         eps: their noise, of the same shape.
     """

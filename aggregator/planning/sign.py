@@ -46,7 +46,10 @@ def check_signable(federation: Federation) -> None:
         )
         got = "`aggregator run` at work on the plan in force"
         raise BusyError(
-            "plan", expected="a federation that nobody runs", got=got, remedy=remedy
+            "plan",
+            expected="a federation in which `aggregator run` is stopped",
+            got=got,
+            remedy=remedy,
         ) from error
     with federation.signing_lock():
         check_replaceable(federation)
@@ -55,7 +58,8 @@ def check_signable(federation: Federation) -> None:
 def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[str]:
     """Sign the plan, lay out the bundle that silos are sent, make the plan current.
 
-    All of it comes into force at once, after the holders of `targets` have signed; until then the old plan works on.
+    All of it comes into force at once, after the holders of `targets` have signed; until then the old plan stays in
+    force.
 
     Returns:
         Whose signatures are missing, in words; empty when the plan is current.

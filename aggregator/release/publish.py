@@ -38,7 +38,7 @@ class Publication:
     """The outcome of publishing.
 
     Attributes:
-        manifest: of the newest version.
+        manifest: the manifest of the newest version.
         fresh: whether this call made that version; otherwise nothing had changed, and the present one was copied out.
     """
 
@@ -74,7 +74,7 @@ def publish(
         BusyError: `out` exists, since releases are immutable; or another process signs.
         SetupError: `out` cannot be made or has too little free space; no version was made.
         MissingFileError: the router was not trained yet, or on other submissions.
-        PolicyError: fewer silos than the quorum, or a rehearsal where none is meant.
+        PolicyError: fewer silos than the quorum, or a rehearsal without the consent of the operator.
         TrustError: an accepted file is no longer what its silo signed; nothing was published.
     """
     with stage_version(federation, out) as version:
@@ -100,7 +100,7 @@ def check_rehearsal(plan: Plan, *, is_intended: bool) -> None:
     """Refuse to publish a rehearsal unless the operator asks for exactly that.
 
     Raises:
-        PolicyError: the plan is a rehearsal, or --rehearsal was given for one that is none.
+        PolicyError: the plan is a rehearsal, or --rehearsal was given for a plan that is not a rehearsal.
     """
     if plan.rehearsal == is_intended:
         return
@@ -115,7 +115,7 @@ def check_rehearsal(plan: Plan, *, is_intended: bool) -> None:
     raise PolicyError(
         "--rehearsal",
         expected="a plan with rehearsal = true",
-        got=f"plan {plan.plan_id}, which is none",
+        got=f"plan {plan.plan_id}, which is not a rehearsal",
         remedy="Publish without --rehearsal.",
     )
 

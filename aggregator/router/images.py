@@ -44,7 +44,7 @@ class RouterImages:
         inventory: what was accepted.
         statistics: what the accepted silos drew.
         counts: the router of the silos' counts, for their shares of the groups.
-        seed: of the conditions that experts draw under, and of their noise.
+        seed: the seed of the conditions that experts draw under, and of their noise.
         on_progress: see `draw_from_experts`.
         device: where the experts compute.
     """

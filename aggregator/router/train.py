@@ -157,7 +157,7 @@ class _RouterTraining:
         statistics: what the accepted silos drew.
         counts: the counts router of the silos.
         share_K: the weight of each silo, capped, in what is fitted to all of them together.
-        seed: of initial weights, batches and noise.
+        seed: the seed of initial weights, batches and noise.
         on_progress: called with step, number of steps and held-out loss.
     """
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def fault_of(database: Path) -> str | None:
     """Return in a few words why a database cannot be used; None where it can, or where there is none yet.
 
-    One that another process holds is not at fault. A journal that a dead process left is played back by looking.
+    One that another process holds is not at fault. Opening the database plays back a journal that a dead process left.
     """
     try:
         size = database.stat().st_size if database.exists() else 0

@@ -1,7 +1,7 @@
-"""The aggregator's side of Flower: SuperLink, SuperExec, nginx and one run of the app, under one roof.
+"""The aggregator's side of Flower: SuperLink, SuperExec, nginx and one run of the app, managed together.
 
 The SuperLink keeps its state in a database and starts no app by itself: a SuperExec of our own does, authenticated by a
-secret. So a SuperLink that dies is started again and the run goes on. All progress lies in the federation's folders;
+secret. So a SuperLink that dies is started again and the run continues. All progress is in the federation's folders;
 the database only has to remember the nodes, and a damaged one is replaced (`aggregator.runtime.database`). Where there
 is nginx, it alone listens on the federation's address (`aggregator.runtime.proxy`), and the SuperLink on a port of
 loopback that changes with every start.
@@ -70,10 +70,10 @@ class FlowerRuntime:
 
     Args:
         fed: the federation folder; `tls/` and the plan's bundle are there.
-        settings: of the run: the plan to carry, and to whom.
+        settings: the settings of the run: the plan to carry, and to whom.
         host: address to listen on.
         port: the one port that silos reach.
-        nginx: the program that takes the address; without it Flower's own server does, open to whoever reaches it.
+        nginx: the program that takes the address; without it Flower's own server does, open to anybody who reaches it.
         beside: other programs to keep alive meanwhile; they are started first.
     """
 

@@ -72,7 +72,7 @@ def take_in(
     fed: Annotated[Path, typer.Argument(help="The federation's folder.")],
     plan_id: Annotated[str, typer.Argument(help="The plan that must be the current one.")],
 ) -> None:
-    """Answer every submission that arrives, until a signal comes: it interrupts at once, and no attempt counts."""
+    """Answer every submission that arrives until a signal interrupts at once, which does not count as an attempt."""
     federation = Federation(fed).require()
     # Not an argument or a variable, which other processes of the machine could read.
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))

@@ -1,6 +1,6 @@
 """nginx between the network and Flower's server: it lets silos' requests pass and nothing else.
 
-On one port Flower serves silos (`/v1/fleet/`), whoever submits code (`/v1/control/`) and its own programs
+On one port Flower serves silos (`/v1/fleet/`), people who submit code (`/v1/control/`) and its own programs
 (`/v1/runtime/`). So Flower's server listens on loopback, and nginx on the federation's address passes on a POST whose
 target, byte for byte as it was sent, is `/v1/fleet/` and one word. Both speak TLS with the federation's certificate.
 What else arrives is answered with 403 and logged without what it carried.
@@ -121,7 +121,7 @@ http {{
 
 @dataclass(frozen=True)
 class Limits:
-    """What one stranger may take up.
+    """The resources that one stranger may use.
 
     Attributes:
         body_bytes: of one request. Flower sends arrays as objects of 5 MiB, whatever the size of a message, and its
@@ -144,7 +144,7 @@ def render_config(host: str, port: int, upstream_port: int, limits: Limits = Lim
         host: a name or an address of this machine to listen on.
         port: the public port.
         upstream_port: where Flower's server listens on 127.0.0.1.
-        limits: what a stranger may take up.
+        limits: the resources that a stranger may use.
 
     Raises:
         SetupError: the host could be read as more than a host.
@@ -179,7 +179,7 @@ def choose_proxy(host: str) -> Path | None:
         raise MissingFileError(
             "nginx",
             expected=f"nginx in front of {host}, which other machines reach",
-            got="none installed; without it whoever reaches the port can run code here",
+            got="no nginx; without it, anybody who reaches the port can run code here",
             remedy="Install nginx 1.19.5 or later (Debian: apt install nginx-light), or set a loopback host.",
         )
     return nginx
@@ -230,7 +230,7 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
             "nginx -t",
             expected="a configuration that nginx accepts",
             got=errors[0][:300] if errors else f"exit code {test.returncode}",
-            remedy="Correct what nginx names: a port below 1024 needs a right, an old nginx a newer version.",
+            remedy="Correct what nginx reports: a port below 1024 needs a privilege, and an old nginx must be updated.",
         )
 
 

@@ -45,7 +45,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         BusyError: the port is taken, or another process runs this federation.
         DiskError: a folder cannot be written, or the disk has no room for the submissions still to come.
         MissingFileError: others can reach the address, and nginx is not installed.
-        TransportError: a program failed in a way that restarts did not mend.
+        TransportError: a program failed, and restarts did not help.
         KeyboardInterrupt: a signal; everything so far is on disk.
     """
     plan, _ = federation.current_plan()
@@ -179,8 +179,8 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
             input_bytes=passphrase,
         )
 
-    # Every silo may use up its own attempts, and whoever speaks in its name as many: all of them together do not end
-    # the others' federation.
+    # Every silo may use up its own attempts, and anybody who speaks in its name as many: all of them together do not
+    # end the others' federation.
     max_per_hour = MAX_PER_HOUR + 2 * MAX_ATTEMPTS_OF_SILO * len(plan.silos)
     heartbeat = HeartbeatFile(flower / "intake.alive")
     return Program("intake", start, works=heartbeat.beats, max_per_hour=max_per_hour)

@@ -2,10 +2,10 @@
 
     python -P aggregator/runtime/superlink.py ARGUMENTS-OF-FLOWER-SUPERLINK...
 
-On one port Flower serves silos, whoever submits code, and its own programs; behind nginx, strangers on the network
+On one port Flower serves silos, people who submit code, and its own programs; behind nginx, strangers on the network
 reach the first only. On loopback other users would reach all three, and submitted code runs as the user of `aggregator
 run`. So this server looks up in the kernel's tables whose each connection is; only silos' requests, which Flower
-authenticates by their nodes' keys, are answered whoever sends them.
+authenticates by their nodes' keys, are answered regardless of who sends them.
 """
 
 import os

@@ -235,7 +235,7 @@ class SiloDelivery:
             case _:
                 raise FormatError(
                     f"answer of silo {self.silo_id}",
-                    expected=f"one to {request.kind}",
+                    expected=f"an answer to {request.kind}",
                     got=reply.kind,
                 )
         return 0
@@ -262,7 +262,7 @@ class SiloDelivery:
         if self._clock() < self._ignored_until:
             received = max(received, self._ignored_sequence)
         max_bytes = min(self._limits.shard_bytes, _FIRST_BYTES)
-        # What arrived before a restart is on disk: the index alone is enough to go on.
+        # What arrived before a restart is on disk: the index alone is enough to continue.
         if any(self._incoming.glob("*.part")):
             max_bytes = 0
         query = StatusQuery(
@@ -362,7 +362,7 @@ class SiloDelivery:
             raise FormatError(
                 f"answer of silo {self.silo_id}",
                 expected="ranges of the bundle",
-                got="a range beyond",
+                got="a range beyond its end",
             )
         num_bytes = sum(span.num_bytes for span in missing)
         if len(set(missing)) != len(missing) or num_bytes > sum(sizes.values()):
@@ -477,7 +477,7 @@ def _answers_pull(request: Pull, reply: Shards, num_bytes: int) -> bool:
 
 
 def _cut(spans: Sequence[Span], max_bytes: int) -> list[Span]:
-    """Cut ranges into pieces of at most so many bytes; an empty range stays one piece."""
+    """Cut ranges into pieces of at most this many bytes; an empty range stays one piece."""
     pieces = []
     for span in spans:
         # An empty file has one empty range, without which the silo would never count it as received.
@@ -489,7 +489,7 @@ def _cut(spans: Sequence[Span], max_bytes: int) -> list[Span]:
 
 
 def _batches(spans: Sequence[Span], max_bytes: int) -> list[list[Span]]:
-    """Group ranges so that a message is full, but holds at most so many bytes."""
+    """Group ranges so that a message is full, but holds at most this many bytes."""
     batches: list[list[Span]] = []
     bytes_left = 0
     for span in spans:

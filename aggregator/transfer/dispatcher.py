@@ -1,7 +1,7 @@
 """Messages to silos and their replies: one channel for each silo, each in a thread of its own.
 
-Whoever fetches a reply waits until its last byte was sent. A silo that sends slowly, or announces a reply and never
-sends it, therefore delays its own channel and no other. Flower itself is behind `Carrier`.
+The thread that fetches a reply waits until its last byte was sent. A silo that sends slowly, or announces a reply and
+never sends it, therefore delays its own channel and no other. Flower itself is behind `Carrier`.
 """
 
 import logging
@@ -29,7 +29,7 @@ _MEMORY_BYTES = 160 * 1024 * 1024
 _MIN_PULL_BYTES = 1024 * 1024
 # A message takes up the link for no longer than its share of the cap lets through in this time.
 _MAX_MESSAGE_S = 10.0
-# At least so many bytes in one message, since a message itself costs seconds.
+# At least this many bytes in one message, since a message itself costs seconds.
 _MIN_MESSAGE_BYTES = 64 * 1024
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Carrier(Protocol):
         """Send a request; return the id by which its reply is fetched."""
 
     def fetch(self, message_id: str) -> Envelope[Reply] | None:
-        """Fetch the reply to a request, None while there is none; an `ArchipelagoError` for one that is of no use."""
+        """Fetch the reply to a request, None while there is none; an `ArchipelagoError` for an unusable one."""
 
 
 class RateLimit:
@@ -139,12 +139,12 @@ class SiloChannel:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to send or to wait for, except what the silo may still say of its own accord."""
+        """Whether nothing is left to send or to wait for, except what the silo may still say about its own accord."""
         return self.delivery.is_finished and self.is_idle
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight except a query that the silo may take its time to answer."""
+        """Whether nothing is in flight except a query that the silo may answer later."""
         return all(isinstance(sent.request, StatusQuery) for sent in self._sent.values())
 
     def step(self, node: Node | None) -> None:
@@ -259,7 +259,7 @@ class SiloChannel:
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often the dispatcher does what, in seconds.
+    """The intervals of the dispatcher's tasks, in seconds.
 
     Attributes:
         tick_s: between two steps of a channel with messages in flight.
@@ -282,7 +282,7 @@ class Dispatcher:
         max_bytes_per_s: cap on what is requested of all silos together; None for none.
         max_silo_bytes_per_s: cap on what is requested of each silo; None for none.
         max_in_flight: most messages to one silo without a reply.
-        intervals: how often it does what.
+        intervals: the intervals of its tasks.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class Dispatcher:
         """Work until every silo is finished or a stop is ordered.
 
         Raises:
-            Exception: whatever a channel could not cope with; the others are left where they are.
+            Exception: the error that ended a channel; the other channels stay as they are.
         """
         self._refresh_nodes()
         for key, channel in self._channels.items():

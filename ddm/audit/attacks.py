@@ -123,7 +123,7 @@ def scores(
         expert: the expert.
         x_B: images in the expert's space, shape (B, ...).
         condition_B: the condition that each was trained under, None for an unconditional expert.
-        noise: of the block; another expert attacked with the same one gets the same noise.
+        noise: the noise of the block; another expert attacked with the same one gets the same noise.
 
     Returns:
         Shape (B, A), float64, on the CPU, by `names`; a score that is not finite is the lowest finite number.

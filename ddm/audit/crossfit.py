@@ -19,7 +19,7 @@ MIN_UNITS = 2 * NUM_FOLDS
 FitDirection = Callable[[Tensor, Tensor], Tensor]
 """From standardised scores of members (M, A) and of units held out (N, A) to a weight for each attack (A,)."""
 
-# Scores are cut at so many deviations: one extreme image must not decide how attacks are weighted.
+# Scores are cut at this many deviations: one extreme image must not decide how attacks are weighted.
 _MAX_DEVIATIONS = 8.0
 # Half the distance between these quantiles is a standard deviation where scores are normal.
 _QUANTILES = torch.tensor([0.16, 0.84], dtype=torch.float64)
@@ -113,7 +113,7 @@ class _AttackRule:
     """How units are scored, as it was fitted on some of them.
 
     Attributes:
-        scale: of each attack.
+        scale: the scale of each attack.
         weight_A: of each attack in the sum.
         sum_scale: of the sum.
     """

@@ -37,11 +37,11 @@ class Effort:
 
     Attributes:
         reference_steps: of the reference expert's training.
-        shadow_steps: that the expert is trained on without the members, for each shadow.
-        control_steps: of the overfitted copy's.
-        control_units: that it is overfitted to.
-        images_per_unit: attacked at most.
-        num_samples: drawn.
+        shadow_steps: of each shadow, which is the expert, trained further without the members.
+        control_steps: of the overfitted copy's training.
+        control_units: the number of units to which it is overfitted.
+        images_per_unit: the largest number of images of a unit that are attacked.
+        num_samples: the number of samples drawn.
     """
 
     reference_steps: int
@@ -61,7 +61,7 @@ class Effort:
 
         Args:
             training: the plan's recipe.
-            num_images: attacked.
+            num_images: the number of images attacked.
         """
         for_trainings = TRAINING_CALLS * training.batch_size * self.num_steps
         for_attacks = NUM_ATTACKED_EXPERTS * CALLS * num_images

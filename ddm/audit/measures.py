@@ -60,7 +60,7 @@ def true_positives(
     Args:
         member_M: scores of units trained on.
         other_N: scores of units held out; with fewer than ``1 / rate`` of them none may be above the threshold.
-        rate: of false positives.
+        rate: the rate of false positives.
     """
     num_members = len(member_M)
     max_false_positives = int(rate * len(other_N))

@@ -28,7 +28,7 @@ class Attack:
     """How well one attack recognises members.
 
     Attributes:
-        name: of the attack, with its share of noise, and the expert that it was compared with.
+        name: the name of the attack, with its share of noise, and the expert that it was compared with.
         auc: area under its ROC curve.
         tpr: share of members found at 1% false positives.
     """
@@ -125,13 +125,13 @@ def measure_membership(
     reference: UnitScores,
     shadows: Sequence[UnitScores],
 ) -> Membership:
-    """Attack units by each attack as it is, beside the reference, beside the shadows, and by what chooses among these.
+    """Attack units by each attack alone, relative to the reference and to the shadows, and by a choice among these.
 
     A unit's score is the highest of its images'. The combination has their means too: a patient of whom every image is
     remembered a little shows in the mean, one of whom a single image is remembered in the highest.
 
     Args:
-        scores: of the expert.
+        scores: the scores of the expert.
         reference: of an expert that learned neither the members nor the units held out, with the same noise.
         shadows: of the expert after it was trained on without the members, with the same noise; at least one.
     """

@@ -34,7 +34,7 @@ def score_images(
         images: in the expert's space.
         image_N: the numbers of those that are attacked, int64.
         condition_I: of every image of `images`, None for an unconditional expert.
-        seed: of the noise.
+        seed: the seed of the noise.
         on_images: see `OnImages`.
 
     Returns:
@@ -70,10 +70,10 @@ def draw_samples(
     Args:
         expert: the expert.
         path: on which samples move.
-        shape: of one sample.
+        shape: the shape of one sample.
         condition_S: of each sample, None for an unconditional expert.
         num: S.
-        seed: of their noise.
+        seed: the seed of their noise.
         on_images: see `OnImages`.
     """
     velocity = as_velocity(expert.network, expert.prediction, expert.path, path)

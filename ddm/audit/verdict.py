@@ -29,7 +29,7 @@ class Findings:
     """All that was measured on one expert.
 
     Attributes:
-        num_holdout: units held out that are no duplicates of training images.
+        num_holdout: units held out that are not duplicates of training images.
         membership: the attacks on the expert.
         control: the same attacks on a copy of it that was overfitted to a few of the members, which alone count there.
         sides_alike: whether members and units held out look the same to an expert that learned neither.
@@ -78,7 +78,7 @@ def judge(findings: Findings, limits: Audit) -> tuple[Verdict, str]:
     control_auc = findings.control.worst.auc
     if control_auc.low <= limits.max_mia_auc:
         value = _in_words(control_auc)
-        reason = f"no attack sees a copy overfitted to a few images: AUC {value} at most"
+        reason = f"no attack detects a copy that is overfitted to a few images: AUC {value} at most"
         return "inconclusive", reason
     for space, share in findings.control_copies.items():
         if share < _MIN_CONTROL_COPIES:

@@ -1,4 +1,4 @@
-"""What a release says of the leak audit of each silo's experts: the verdict, who waived or overruled it, and why."""
+"""What a release says about the leak audit of each silo's experts: the verdict, who waived or overruled it, and why."""
 
 from ddm.loading.release import Release
 from ddm.protocol.submission import Responsible, Submission

@@ -88,7 +88,7 @@ Out = Annotated[
     Path,
     typer.Option(
         metavar="FILE",
-        help="FILE.safetensors; run again to continue where it stopped.",
+        help="FILE.safetensors to write; run again to continue where it stopped.",
         rich_help_panel=_STUDENT,
     ),
 ]
@@ -97,7 +97,7 @@ ArchitectureFile = Annotated[
     typer.Option(
         "--architecture",
         metavar="FILE",
-        help="TOML file (default: the experts' architecture).",
+        help="TOML file with the student's architecture (default: that of the experts).",
         rich_help_panel=_STUDENT,
     ),
 ]
@@ -113,7 +113,7 @@ Data = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help="npz of public images and their labels, or pictures; default: own samples.",
+        help="npz of public images with labels, or pictures (default: samples of the ensemble).",
         rich_help_panel=_IMAGES,
     ),
 ]
@@ -121,7 +121,7 @@ Texts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="npz of texts to draw own samples for; for experts with texts.",
+        help="npz of texts for the ensemble's samples; for experts with texts.",
         rich_help_panel=_IMAGES,
     ),
 ]
@@ -130,18 +130,20 @@ Num = Annotated[
     typer.Option(
         min=1,
         max=MAX_INTEGER,
-        help=f"Number of own samples (default: {_DEFAULT_NUM}).",
+        help=f"Number of samples of the ensemble (default: {_DEFAULT_NUM}).",
         rich_help_panel=_IMAGES,
     ),
 ]
 Teacher = Annotated[
     TeacherName | None,
-    typer.Option(help="Default: label without --data, drawn with it.", rich_help_panel=_TRAINING),
+    typer.Option(
+        help="Teacher (default: label without --data, drawn with it).", rich_help_panel=_TRAINING
+    ),
 ]
 Start = Annotated[
     StartName | None,
     typer.Option(
-        help="Weights to start from; default: an expert's, where the student has its form.",
+        help="Initial weights (default: an expert's, if the student has its architecture).",
         rich_help_panel=_TRAINING,
     ),
 ]
@@ -150,7 +152,7 @@ Steps = Annotated[
     typer.Option(
         min=1,
         max=MAX_INTEGER,
-        help="Number of training steps (default: as an expert).",
+        help="Number of training steps (default: as many as for an expert).",
         rich_help_panel=_TRAINING,
     ),
 ]
@@ -226,7 +228,7 @@ class DistillationImages:
     """The images that the student learns from: public ones, or the ensemble's own samples.
 
     Raises:
-        SetupError: options on own samples beside public images.
+        SetupError: options on the ensemble's samples together with public images.
     """
 
     data: Data = None
@@ -389,7 +391,7 @@ def _start_weights(
         raise SetupError(
             "--start expert",
             expected="a student of an expert's architecture and condition, "
-            "and an expert of velocities on the ensemble's path",
+            "and an expert that predicts velocities on the ensemble's path",
             got="none of them",
             remedy="Leave the flag out, to start from random weights.",
         )
@@ -425,7 +427,7 @@ def _load_teachers(
 def _training_bytes(
     opened: "Release", network: Architecture, condition: Condition, num_own_samples: int
 ) -> int:
-    """Return the bytes of training a student on so many own samples, beside its teachers."""
+    """Return the bytes of training a student on this many own samples, beside its teachers."""
     from ddm.footprint import labels_bytes, sampling_bytes
     from ddm.models import network_size
 

@@ -33,7 +33,7 @@ TStartOption = Annotated[
         "--t-start",
         min=0.0,
         max=1.0,
-        help="With --init: noise them to T; 1 leaves nothing.",
+        help="With --init: time to which they are noised; 1 leaves nothing of them.",
         rich_help_panel=WHAT,
     ),
 ]
@@ -51,7 +51,7 @@ MaskOption = Annotated[
     typer.Option(
         "--mask",
         metavar="FILE",
-        help="With --inpaint: white where to draw, black where to keep.",
+        help="With --inpaint: mask, white where the model draws, black where it does not.",
         rich_help_panel=WHAT,
     ),
 ]

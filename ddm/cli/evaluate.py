@@ -63,7 +63,7 @@ Num = Annotated[
     typer.Option(
         "--num",
         min=8,
-        help="Number of samples; with --samples, of the first ones.",
+        help="Number of samples; with --samples, only the first ones of the file.",
         rich_help_panel=WHAT,
     ),
 ]
@@ -72,7 +72,7 @@ Given = Annotated[
     typer.Option(
         "--samples",
         metavar="FILE",
-        help="Evaluate this npz of ddm sample instead of drawing.",
+        help="Evaluate this npz from ddm sample instead of drawing samples.",
         rich_help_panel=WHAT,
     ),
 ]
@@ -90,7 +90,7 @@ ReferenceFile = Annotated[
     typer.Option(
         "--reference",
         metavar="PATH",
-        help="npz of real images; with a plan that transforms also pictures.",
+        help="npz of real images, or pictures if the plan has a transform.",
         rich_help_panel=COMPARE,
     ),
 ]
@@ -99,7 +99,7 @@ Holdout = Annotated[
     typer.Option(
         "--holdout",
         metavar="PATH",
-        help="More real images, to which copies are compared.",
+        help="Other real images, which set the scale for near copies.",
         rich_help_panel=COMPARE,
     ),
 ]
@@ -116,7 +116,7 @@ FeaturesOption = Annotated[
     str,
     typer.Option(
         "--features",
-        help="encoder, timm:NAME=FILE, clip:FOLDER, or a classifier's FILE.",
+        help="Features: encoder, timm:NAME=FILE, clip:FOLDER, or a classifier's FILE.",
         rich_help_panel=COMPARE,
     ),
 ]
@@ -133,7 +133,9 @@ Neighbours = Annotated[
 Strategies = Annotated[
     list[str] | None,
     typer.Option(
-        "--strategy", help="Which experts each step follows; repeatable.", rich_help_panel=HOW
+        "--strategy",
+        help="Strategy by which experts are chosen in each step; repeatable.",
+        rich_help_panel=HOW,
     ),
 ]
 Set = Annotated[list[str] | None, set_option(DrawingSettings)]
@@ -429,7 +431,7 @@ def _comparing_bytes(
     """Return the bytes of the real images and of computing the figures."""
     from ddm.evaluation.metrics import metrics_bytes
 
-    # Copies are looked for among pixels, of which large images have at most so many after averaging.
+    # Copies are looked for among pixels, of which large images have at most this many after averaging.
     num_pixels = min(model.data.dim, 4096)
     figures = metrics_bytes(num_samples, comparison.num_images, comparison.features.dim, num_pixels)
     return comparison.num_bytes + figures

@@ -32,7 +32,7 @@ ClassesOption = Annotated[
     typer.Option(
         "--class",
         metavar="WAY",
-        help="data (as the reference), equal, none, or one class.",
+        help="Classes of the samples: data (as in the reference), equal, none, or one class.",
         rich_help_panel=WHAT,
     ),
 ]
@@ -55,7 +55,7 @@ class ReferenceConditionOptions:
 
     Args:
         label: data, equal, none, or a class by name or number; None for what suits the release and the reference.
-        text: of all samples.
+        text: the text of all samples.
         text_encoder: the folder of the plan's encoder; without a text, samples get the reference's captions.
         guidance: its strength.
 
@@ -120,8 +120,8 @@ def conditions_for(
         options: from the command line.
         condition: the plan's.
         reference: the images to compare with.
-        num: of samples.
-        seed: of the order of reference images.
+        num: the number of samples.
+        seed: the seed of the order of reference images.
         counted: whether each expert's share of a class is known.
 
     Raises:

@@ -23,7 +23,7 @@ from ddm.system.memory import MemoryLimit
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """What an evaluation has to know of the model whose samples it measures.
+    """What an evaluation has to know about the model whose samples it measures.
 
     Attributes:
         data: shape and range of its samples.
@@ -32,7 +32,7 @@ class EvaluatedModel:
         owners: the silo of each expert; empty for a student, which is one network of all silos.
         silos: names of the silos.
         counts_classes: whether each expert's share of a class is known.
-        origin: what the figures say of it.
+        origin: what the figures say about it.
         open_encoder: opens the features of the plan's encoder; None for a student, which is published without it.
     """
 
@@ -101,7 +101,7 @@ class StudentDrawing:
         weights: its file.
         computing: how it computes.
         num_processes: how many share the samples.
-        seed: of all samples.
+        seed: the seed of all samples.
         how: arguments of `Ensemble.sample`.
     """
 
@@ -122,7 +122,7 @@ class StudentDrawing:
         """Draw the samples.
 
         Args:
-            num: how many.
+            num: the number of them.
             limit: on all memory.
             beside: bytes of what is done with the samples.
             show_progress: shows the progress, by a label.

@@ -73,7 +73,7 @@ class EvaluationDrawing:
         opened: the release.
         computing: how its experts compute.
         num_processes: how many share the samples.
-        seed: of all samples.
+        seed: the seed of all samples.
         how: arguments of `Ensemble.sample`.
         declared_shares: each expert's share of the condition where somebody declared it.
     """
@@ -166,7 +166,8 @@ def read_samples(spec: DataSpec, num_experts: int, path: Path, num: int | None) 
 
     Args:
         spec: shape and range that they should have.
-        num_experts: of the release that they are compared under; 0 for samples of a student, which has no experts.
+        num_experts: the number of experts of the release that they are compared under; 0 for samples of a student,
+            which has no experts.
         path: an npz with `images`, and maybe `expert`, as `ddm sample` writes it.
         num: read only the first ones; None for all.
 

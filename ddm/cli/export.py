@@ -31,9 +31,11 @@ class ReleaseOptions:
     """Which part of a release is exported, and how the release is verified; a student has none of these."""
 
     expert: Annotated[
-        str | None, typer.Option("--expert", metavar="NAME", help="Export this expert.")
+        str | None, typer.Option("--expert", metavar="NAME", help="Name of the expert to export.")
     ] = None
-    router: Annotated[bool, typer.Option("--router", help="Export the router.")] = False
+    router: Annotated[
+        bool, typer.Option("--router", help="Export the router instead of an expert.")
+    ] = False
     verification: ModelVerification = ModelVerification()
 
     def check_student(self, source: str) -> None:
@@ -81,19 +83,28 @@ class FormOptions:
     diffusers: Annotated[
         Path | None,
         typer.Option(
-            "--diffusers", metavar="OUT", help="A folder for diffusers.", rich_help_panel=_FORMS
+            "--diffusers",
+            metavar="OUT",
+            help="Folder to write for diffusers.",
+            rich_help_panel=_FORMS,
         ),
     ] = None
     onnx: Annotated[
         Path | None,
         typer.Option(
-            "--onnx", metavar="OUT", help="A folder with model.onnx.", rich_help_panel=_FORMS
+            "--onnx",
+            metavar="OUT",
+            help="Folder to write, with model.onnx.",
+            rich_help_panel=_FORMS,
         ),
     ] = None
     torch_export: Annotated[
         Path | None,
         typer.Option(
-            "--torch-export", metavar="OUT", help="A folder with model.pt2.", rich_help_panel=_FORMS
+            "--torch-export",
+            metavar="OUT",
+            help="Folder to write, with model.pt2.",
+            rich_help_panel=_FORMS,
         ),
     ] = None
 

@@ -242,7 +242,7 @@ def _say_calibration(opened: Release) -> None:
 
 
 def _say_audits(opened: Release) -> None:
-    """Say what each silo's audit found, and who answers for experts that leave without a pass."""
+    """Say what each silo's audit found, and who is responsible for experts that leave without a pass."""
     for line in audit_lines(opened):
         say(f"  {line}")
 

@@ -125,7 +125,7 @@ CheckpointSecondsOption = Annotated[
         "--checkpoint-s",
         min=0,
         max=86400,
-        help="Most seconds between two checkpoints of a training.",
+        help="Maximum number of seconds between two checkpoints of a training.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -212,7 +212,7 @@ ImagesOption = Annotated[
     Path,
     typer.Option(
         "--out",
-        help="FILE.png (grid), .npz (float32), .nii.gz (volumes) or a folder.",
+        help="Output: FILE.png (grid), .npz (float32), .nii.gz (volumes) or a folder.",
         rich_help_panel=WHAT,
     ),
 ]
@@ -545,7 +545,7 @@ class MachineOptions:
     """What this machine gives to sampling.
 
     Raises:
-        SetupError: --memory is no size.
+        SetupError: --memory is not a size.
     """
 
     device: DeviceOption = "auto"

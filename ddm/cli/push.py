@@ -9,7 +9,7 @@ from ddm.fetching.card import CardAdditions, hub_card
 from ddm.system.console import say
 
 RepositoryArgument = Annotated[
-    str, typer.Argument(metavar="REPOSITORY", help="hf://OWNER/NAME@BRANCH.")
+    str, typer.Argument(metavar="REPOSITORY", help="Repository of the Hub: hf://OWNER/NAME@BRANCH.")
 ]
 PrivateOption = Annotated[
     bool, typer.Option("--private", help="Make the repository private, if it is new.")

@@ -40,7 +40,7 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         click_type=STRATEGY_NAMES,
-        help="Default lock, which is exact; with --inpaint sample.",
+        help="Strategy (default: lock, which is exact; with --inpaint: sample).",
         rich_help_panel=HOW,
     ),
 ]

@@ -81,7 +81,7 @@ class ComputeSettings:
 
     Args:
         device: where; with several GPUs each process has its own.
-        arithmetic: in which.
+        arithmetic: the arithmetic in which it computes.
         batch: most samples that an expert is given at once.
     """
 
@@ -104,9 +104,9 @@ class ReleaseSource:
     """A verified release.
 
     Args:
-        plan: of the release.
-        manifest: of the release.
-        folder: of the release.
+        plan: the plan of the release.
+        manifest: the manifest of the release.
+        folder: the folder of the release.
         expert_bytes: the maximum of experts in memory at once, in each process; None for all of them.
         computing: how its experts compute.
     """
@@ -184,9 +184,9 @@ class SamplingJob:
     """What one command draws.
 
     Args:
-        source: what from.
+        source: what samples are drawn from.
         strategy: which experts samples follow.
-        seed: of all samples.
+        seed: the seed of all samples.
         how: further arguments of `Ensemble.sample`, `steps` and `condition` among them.
         editing: what becomes of images that samples begin with.
         begin: those images, one for each sample, and where they are known; None for samples from noise.

@@ -47,7 +47,11 @@ HostOption = Annotated[
 PortOption = Annotated[
     int,
     typer.Option(
-        "--port", min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=_SERVER
+        "--port",
+        min=0,
+        max=65535,
+        help="Port to listen on; 0 takes a free one.",
+        rich_help_panel=_SERVER,
     ),
 ]
 ExposeOption = Annotated[
@@ -107,7 +111,7 @@ class ServingMachine:
     """What this machine gives to the service.
 
     Raises:
-        SetupError: --memory is no size.
+        SetupError: --memory is not a size.
     """
 
     device: DeviceOption = "auto"
@@ -171,7 +175,7 @@ def _listening_host(service: ServiceOptions) -> str:
     """Return the address to listen on.
 
     Raises:
-        SetupError: it is no address.
+        SetupError: it is not an address.
         PolicyError: others can reach it, without --expose.
     """
     from ddm.pages.serving import check_exposure

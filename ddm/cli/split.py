@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 def split(
     data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Images: an npz, or idx with its labels beside it.")
+        Path,
+        typer.Option(
+            metavar="FILE", help="Images: an npz, or an idx file with its labels beside it."
+        ),
     ],
     recipe: Annotated[
-        Path, typer.Option(metavar="FILE", help="TOML file, as for `aggregator plan`.")
+        Path, typer.Option(metavar="FILE", help="Recipe, a TOML file as for `aggregator plan`.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
     islands: Annotated[
@@ -34,7 +37,10 @@ def split(
         str | None,
         typer.Option(
             metavar="WAY",
-            help="clusters of features, random, or the name of a column (default: clusters, or as in the recipe).",
+            help=(
+                "How to split: clusters (of features), random, or the name of a column "
+                "(default: clusters, or as in the recipe)."
+            ),
         ),
     ] = None,
     seed_share: Annotated[

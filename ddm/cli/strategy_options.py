@@ -43,7 +43,7 @@ TauOption = Annotated[
         "--tau",
         min=0.0,
         max=1.0,
-        help="lock: t_lock; at 1, the default, no router.",
+        help="lock: the time t_lock; at 1, the default, no router is needed.",
         rich_help_panel=HOW,
     ),
 ]
@@ -60,7 +60,9 @@ TopKOption = Annotated[
 PriorOption = Annotated[
     str,
     typer.Option(
-        "--prior", help="data, equal, or ID=W,...; 0 leaves a silo out.", rich_help_panel=HOW
+        "--prior",
+        help="Prior of the silos: data, equal, or ID=W,...; 0 leaves a silo out.",
+        rich_help_panel=HOW,
     ),
 ]
 

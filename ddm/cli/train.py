@@ -121,7 +121,7 @@ def _say_status(folder: Path) -> None:
         trainings.append((f"{number}", island.num_images, islands.island(number)))
     rows = []
     for name, num_images, training in trainings:
-        # The first place has the curve while the training goes on, the second one afterwards.
+        # The first place has the curve while the training continues, the second one afterwards.
         curve = read_metrics(training.job.metrics) or read_metrics(training.metrics)
         state = "not begun"
         if training.is_trained:

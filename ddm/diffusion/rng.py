@@ -37,7 +37,7 @@ def streams(
 
     Args:
         purpose: what the numbers are for.
-        seed: of all samples, or one for each of them.
+        seed: the seed of all samples, or one for each of them.
         indices: the samples.
     """
     seeds = [seed] * len(indices) if isinstance(seed, int) else seed

@@ -1,7 +1,7 @@
 """Noise schedules of the wider field, as variance-preserving paths: DDPM's discrete betas, and Karras et al.'s sigmas.
 
 Each is given by ``r(t) = log(sigma_t / alpha_t)`` with ``alpha^2 + sigma^2 = 1``. They end before pure noise, and the
-discrete ones begin after pure data: `time_of` answers times beyond [0, 1] for what lies outside, by extrapolation.
+discrete ones begin after pure data: `time_of` answers times beyond [0, 1] for what is outside, by extrapolation.
 """
 
 # Shape legend: S discrete steps.

@@ -154,7 +154,7 @@ class SampleRecipe:
         source: names the ensemble.
         condition: the student's: the same as the experts', or none.
         texts: texts to draw from, shape (M, L, D_text).
-        steps: of the solver.
+        steps: the number of steps of the solver.
         seed: any integer >= 0.
     """
 
@@ -193,7 +193,7 @@ def own_samples(
         on_progress: called with the steps taken, summed over all samples, and the total to take.
 
     Raises:
-        MathError: classes of which nobody knows who holds them.
+        MathError: classes whose holders are unknown.
         NumericalError: samples that are not finite.
         ShapeError: texts that the experts do not take.
         SetupError: no texts for experts that are conditioned on texts.
@@ -228,7 +228,7 @@ def own_samples(
             part = _draw_part(
                 ensemble, noise, expert_uniform_B, label_B, steps, partial(report, first)
             )
-            # Written at once, so that a run that ends here goes on from the next part.
+            # Written at once, so that a run that ends here continues from the next part.
             folder.mkdir(parents=True, exist_ok=True)
             save_tensors(path, part)
         rows = slice(first, min(first + part_size, num))
@@ -305,8 +305,8 @@ def _draw_part(
             expected="finite numbers",
             got=f"NaN or infinity in {num_broken} of {len(x_B)}",
             remedy=(
-                "Draw with fewer guidance or more steps, or leave experts out that do not answer with "
-                "finite numbers."
+                "Draw with less guidance or more steps, or leave out experts whose answers are "
+                "not finite numbers."
             ),
         )
     return {"images": x_B.float().cpu(), "expert": expert_B}
@@ -335,14 +335,14 @@ def by_cluster(
         images: samples, not their latents, shape (N, ...), in the plan's range.
         files: the plan's encoder and clusters.
         experts: the manifest's.
-        seed: of the draw.
+        seed: the seed of the draw.
 
     Returns:
         Which images belong to an expert, bool (N,), since some clusters have none; and those images' experts.
 
     Raises:
         SetupError: the experts are not of a partition by clusters.
-        DataError: no image lies in a cluster that has an expert.
+        DataError: no image is in a cluster that has an expert.
     """
     num_clusters = int(files.clusters.coarse_F.max()) + 1
     weight_CK = torch.zeros(num_clusters, len(experts), dtype=torch.float64)

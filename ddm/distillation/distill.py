@@ -62,14 +62,14 @@ def distill(
 
     Args:
         ensemble: the teacher; it computes on its experts' device, which is best the engine's.
-        student: with the weights to start from; called as ``student(x_B, t_B)``, or as ``student(x_B, t_B, c)`` where
-            `data` has labels.
+        student: the student with the weights to start from; called as ``student(x_B, t_B)``, or as ``student(x_B, t_B,
+            c)`` where `data` has labels.
         data: images, their conditions, and for the teacher `label` the expert that each belongs to.
         settings: the recipe, as for an expert.
         run: where it is trained.
         teacher: which experts' velocity is the target at x_t.
         source: names the ensemble; a run does not continue with another one.
-        t_distribution: of the training times.
+        t_distribution: the distribution of the training times.
 
     Raises:
         KeyboardInterrupt: `should_stop` returned True; a checkpoint was written first.
@@ -209,7 +209,7 @@ def _by_posterior(ensemble: Ensemble, data: DistillationData, *, drawn: bool) ->
         return posterior(x_B, batch.t_B.cpu(), condition_B)
 
     def drawn_expert(x_B: Tensor, batch: Batch) -> Tensor:
-        # Numbers of this training step, so that a run which goes on from a checkpoint draws the same experts.
+        # Numbers of this training step, so that a run which continues from a checkpoint draws the same experts.
         uniform_B = torch.as_tensor(batch.uniform_B).cpu()
         expert_B = draw_expert(whole_mixture(x_B, batch), uniform_B)
         return one_hot(expert_B, len(ensemble.experts))

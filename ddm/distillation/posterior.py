@@ -48,7 +48,7 @@ class Posterior:
             labels: the conditions that will be asked for, classes (N,) or texts (N, L, D); None for none.
 
         Raises:
-            MathError: classes of which nobody knows who holds them.
+            MathError: classes whose holders are unknown.
         """
         # Always with the ensemble without a class: a step may hide the condition of any image.
         classes = {_NO_CLASS}

@@ -42,7 +42,7 @@ class StudentOrigin(Model):
 
     Attributes:
         plan_id: its plan.
-        version: of the release.
+        version: the version of the release.
         manifest: digest of its manifest, which lists every expert by digest.
         root: fingerprint of the root of trust that it was verified against.
     """
@@ -82,9 +82,9 @@ class Student(Document):
         latent: the space that it works in.
         autoencoder: the weights that decode its latents, a file of the same name beside it; None on pixels.
         condition: the kind of condition that it takes.
-        architecture: of its network.
+        architecture: the architecture of its network.
         path: the probability path.
-        t_distribution: of the training times.
+        t_distribution: the distribution of the training times.
         training: the recipe.
         base: digest of the expert's weights that training started from; None for random ones.
         loss: mean squared error against the teacher per value, averaged over about the last hundred steps.
@@ -167,7 +167,7 @@ def load_student(
     """Load a student as an ensemble of one expert, to sample from as from any ensemble.
 
     Args:
-        weights: its file; the record lies beside it, and its autoencoder if it works on latents.
+        weights: its file; the record is beside it, and its autoencoder if it works on latents.
         device: where it computes.
         check: called with the record before anything that it names is loaded; what it raises ends the loading.
 
@@ -196,7 +196,7 @@ def build_student(
         record: as `read_record` read it.
         weights: its file.
         device: where it computes.
-        arithmetic: in which.
+        arithmetic: the arithmetic in which it computes.
     """
     latent = record.latent
     shape = latent.shape(record.data.shape)

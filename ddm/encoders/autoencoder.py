@@ -139,10 +139,10 @@ class AutoencoderKl:
         Args:
             samples: shape (N, ...), in the plan's range.
             on_progress: called with samples done and samples in all; an exception that it raises stops the encoding.
-            replacement: what the latent of a sample becomes that is not finite throughout; None refuses it.
+            replacement: every value of a latent that has values that are not finite; None refuses such a latent.
 
         Raises:
-            DataError: samples that are no real numbers.
+            DataError: samples that are not real numbers.
             ShapeError: samples of another shape than the plan's.
             NumericalError: latents that are not finite.
         """
@@ -181,7 +181,7 @@ class AutoencoderKl:
         Args:
             latents: latents over `scale`, shape (N, latent channels, ...).
             on_progress: see `encode`.
-            replacement: what a sample becomes that is not finite throughout; None refuses it.
+            replacement: every value of a sample that has values that are not finite; None refuses such a sample.
 
         Raises:
             ShapeError: latents of another shape.

@@ -1,7 +1,7 @@
 """Histograms of oriented gradients as features, without weights from elsewhere: Dalal and Triggs, CVPR 2005.
 
-Edges say more of what an image shows than its grey levels do. An image is divided into a grid of cells; each holds a
-histogram of the directions of its gradients, weighted by their length. Features are principal components of the
+Edges say more about the content of an image than its grey levels do. An image is divided into a grid of cells; each
+holds a histogram of the directions of its gradients, weighted by their length. Features are principal components of the
 histograms' square roots.
 """
 
@@ -32,7 +32,7 @@ class HogEncoder:
     """A frozen encoder of gradients.
 
     Attributes:
-        cells: of the grid, along each side.
+        cells: the cells of the grid, along each side.
         mirrored: whether an image and its mirror image have the same features.
         components: of the histograms of public images.
     """
@@ -82,7 +82,7 @@ class HogEncoder:
         Args:
             images: shape (N, C, H, W).
             on_progress: called with images done and images in all.
-            replacement: what the features of an image become that are not all finite; None leaves them.
+            replacement: every feature of an image whose features are not all finite; None leaves them.
 
         Raises:
             ShapeError: volumes, or fewer pixels than cells along a side.

@@ -21,7 +21,7 @@ def replace_non_finite(
 
     Args:
         rows: shape (N, ...).
-        replacement: what every value of a row becomes that is not finite throughout; None refuses such rows.
+        replacement: every value of a row that has values that are not finite; None refuses such rows.
         error: makes the error of a refusal.
     """
     is_broken_N = ~torch.isfinite(rows).flatten(1).all(1)

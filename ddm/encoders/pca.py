@@ -71,7 +71,7 @@ class PcaEncoder:
         Args:
             images: shape (N, C, H, W).
             on_progress: not called, since this encoder takes no time.
-            replacement: what the features of an image become that are not all finite; None leaves them.
+            replacement: every feature of an image whose features are not all finite; None leaves them.
 
         Raises:
             ShapeError: the images are of another size than those it was fitted on.

@@ -123,7 +123,7 @@ def describe(
     Raises:
         MissingFileError: one of the two is not there.
         SetupError: a configuration of another kind of autoencoder, or of other images.
-        TensorFileError: weights that are no safetensors file.
+        TensorFileError: weights that are not safetensors file.
     """
     path = require_file(folder / CONFIG, "the configuration of the autoencoder")
     weights = require_file(folder / WEIGHTS, "the weights of the autoencoder")

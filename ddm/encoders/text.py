@@ -40,7 +40,7 @@ class TextEncoder:
 
     Args:
         net: returns `last_hidden_state`, shape (B, L, D).
-        tokenizer: of the tokenizers library; truncates texts that are too long.
+        tokenizer: a tokenizer of the tokenizers library; truncates texts that are too long.
         max_tokens: L.
     """
 
@@ -99,8 +99,8 @@ class TextEncoder:
         Args:
             texts: any texts.
             on_progress: called with texts done and texts in all; an exception that it raises stops the encoding.
-            replacement: what the embeddings of a text become that are not all finite; a text that the tokenizer cannot
-                encode then counts as blank. None refuses both.
+            replacement: every value of the embeddings of a text that are not all finite; a text that the tokenizer
+                cannot encode then counts as blank. None refuses both.
 
         Raises:
             SetupError: a text that the tokenizer cannot encode.

@@ -99,7 +99,7 @@ class TimmEncoder:
         Args:
             images: shape (N, C, H, W), in the plan's range.
             on_progress: called with images done and images in all.
-            replacement: what the features of an image become that are not all finite; None refuses them.
+            replacement: every feature of an image whose features are not all finite; None refuses them.
 
         Raises:
             ShapeError: images of another shape than the plan's.

@@ -39,7 +39,7 @@ class ClipVision:
 
     Args:
         net: returns `image_embeds`, shape (B, D).
-        mean: of each colour channel, on [0, 1].
+        mean: the mean of each colour channel, on [0, 1].
         std: likewise.
         data: the plan's shape and range of images.
         digest: sha256 over the digests of the files that were read.

@@ -214,12 +214,12 @@ def train_classifier(
         labels: the class of each, from 0, int64.
         data: shape and range.
         num_steps: at most; fewer where 30 epochs are fewer.
-        seed: of weights, order and shifts.
+        seed: the seed of weights, order and shifts.
         on_progress: called with steps done and steps in all.
 
     Raises:
         ShapeError: images of another shape, or another number of labels.
-        DataError: volumes, one class only, or labels that are no classes.
+        DataError: volumes, one class only, or labels that are not classes.
     """
     num_images = len(images)
     num_classes = _check_training_data(images, labels, data)

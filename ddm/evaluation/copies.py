@@ -1,8 +1,9 @@
 """Nearest copies: how far each sample is from its nearest reference image, on the scale of images held out.
 
-The scale are real images that are not in the reference, or, without any, each reference image's distance to the nearest
-other one. A sample nearer than 1% of these is a near copy; of samples that copy nothing about 1% are. The result is
-about the reference alone: where experts were trained on images that are not in it, it says nothing about those.
+The scale is that of real images that are not in the reference, or, without any, each reference image's distance to the
+nearest other one. A sample nearer than 1% of these is a near copy; of samples that copy nothing about 1% are. The
+result is about the reference alone: where experts were trained on images that are not in it, it says nothing about
+those.
 """
 
 # Shape legend: N samples, H images held out, P values of one image.

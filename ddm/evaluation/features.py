@@ -88,7 +88,7 @@ def encoder_features(plan: Plan, folder: Path) -> Features:
     """Open the features of a plan's own encoder.
 
     Args:
-        plan: of a verified release.
+        plan: the plan of a verified release.
         folder: the release's, which holds the plan's files.
 
     Raises:

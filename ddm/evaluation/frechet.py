@@ -146,7 +146,7 @@ def fid_infinity_of(
         distance: of the whole sets.
         samples_ND: features of the samples.
         reference_MD: features of the reference.
-        seed: of the halves.
+        seed: the seed of the halves.
     """
     dim = samples_ND.shape[1]
     num_images = min(len(samples_ND), len(reference_MD))

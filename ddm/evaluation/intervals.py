@@ -46,7 +46,7 @@ def bootstrap_estimate(
         value: the metric.
         terms: for each independent set of images, the derivative of the metric in the direction of each image, shape
             (N,); the metric moves by the mean of the resampled terms minus their mean.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     generator = torch.Generator().manual_seed(seed)
     shift = torch.zeros(DRAWS, dtype=torch.float64)

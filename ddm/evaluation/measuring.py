@@ -44,8 +44,8 @@ class SiloResult:
     """The samples of one silo.
 
     Attributes:
-        num: how many.
-        share: of all samples.
+        num: the number of them.
+        share: the share of all samples.
         prior: the share that it should have; None where it is not known.
         metrics: against the whole reference, or against the silo's own images where the reference names silos; empty
             where there are too few samples.
@@ -164,7 +164,7 @@ class Yardstick:
         pixels_MP: the reference images as rows, small.
         holdout_distances: squared distances of images held out to their nearest reference image, by space.
         k: neighbours.
-        seed: of intervals and halves.
+        seed: the seed of intervals and halves.
     """
 
     reference: Reference
@@ -194,7 +194,7 @@ class Yardstick:
             holdout: real images that are not in the reference, whose distances are the scale for copies; without them
                 the reference's own distances between neighbours.
             k: which neighbour bounds the ball of a feature, for precision, recall, density and coverage.
-            seed: of intervals and halves.
+            seed: the seed of intervals and halves.
             on_progress: see `Progress`.
 
         Raises:
@@ -233,9 +233,9 @@ class Yardstick:
             on_progress: see `Progress`.
 
         Raises:
-            MathError: too few samples, or a prior that is no weights.
-            DataError: samples, silos or a prior that are no numbers.
-            ShapeError: samples of another shape, or as many silos as samples are needed.
+            MathError: too few samples, or a prior that is not weights.
+            DataError: samples, silos or a prior that are not numbers.
+            ShapeError: samples of another shape, or another number of silos than of samples.
         """
         rows = rows_of_numbers(samples, "samples")
         sample_silos = None
@@ -402,14 +402,14 @@ def evaluate(
         origins: the silo of each sample, and the shares that silos should have.
         holdout: real images that are not in the reference, as a scale for nearest copies.
         k: neighbours of precision, recall, density and coverage.
-        seed: of intervals and halves; the same call gives the same figures.
+        seed: the seed of intervals and halves; the same call gives the same figures.
         on_progress: called with the images done and the images in all, in two rounds.
 
     Returns:
         Figures with 95% intervals; `Evaluation.to_json` for a document.
 
     Raises:
-        MathError: fewer than 8 images, or than k + 1; or a prior that is no weights.
+        MathError: fewer than 8 images, or than k + 1; or a prior that is not weights.
         DataError: an argument that holds no real numbers, such as complex ones.
         ShapeError: samples, reference or silos that do not fit each other.
         NumericalError: values that are not finite.

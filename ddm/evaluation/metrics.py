@@ -50,7 +50,7 @@ class FeatureSet:
         """Compute moments and neighbours.
 
         Raises:
-            ShapeError: no matrix.
+            ShapeError: the features are not a matrix.
             MathError: too few features, or k out of range.
             NumericalError: features that are not finite.
         """
@@ -86,8 +86,8 @@ class Floor:
     and would look better than perfect. Both comparisons here are with the same half of the reference.
 
     Attributes:
-        metrics: of the other half of the reference, in the samples' place; as `measure` returns them.
-        samples: of as many samples.
+        metrics: the metrics of the other half of the reference, in the samples' place; as `measure` returns them.
+        samples: the measures of the same number of samples.
         num: images in the samples' place, in both.
         num_reference: images of the half that both are compared with.
     """
@@ -108,9 +108,9 @@ def measure(
     """Compute every metric of samples against a reference.
 
     Args:
-        samples: of the samples.
+        samples: those of the samples.
         reference: of the reference, with the same k.
-        seed: of intervals and halves.
+        seed: the seed of intervals and halves.
         on_block: called after each block of samples.
 
     Returns:
@@ -184,9 +184,9 @@ def measure_floor(
     """Measure images of the reference, and as many samples, against the same half of the reference.
 
     Args:
-        samples: of the samples.
+        samples: those of the samples.
         reference: of the reference, with the same k.
-        seed: of the choice of images.
+        seed: the seed of the choice of images.
 
     Returns:
         The figures; None where a side has no more images than features.

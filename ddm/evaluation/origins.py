@@ -51,7 +51,7 @@ class SampleOrigins:
         """Check the silos of `num_samples` samples.
 
         Raises:
-            DataError: silos or a prior that are no numbers.
+            DataError: silos or a prior that are not numbers.
             ShapeError: not one whole number from 0, of a silo that exists, for each sample; or not one weight for each
                 silo.
             MathError: weights below 0, that are not finite, or all 0.

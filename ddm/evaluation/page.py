@@ -80,7 +80,7 @@ class NearestPair:
         sample: the picture.
         nearest: the picture of the reference image.
         silo: the sample's, by index.
-        number: of the sample.
+        number: the number of the sample.
         ratio: its distance over the usual one of images held out.
     """
 
@@ -104,7 +104,7 @@ def write_page(
     The page holds images of the reference, so only its owner may read it; the figures hold none.
 
     Args:
-        out: a folder; made if need be.
+        out: a folder; it is made if it does not exist.
         document: what `--json` prints.
         results: the sets of samples, at least one; pictures are of the first.
         reference: the real images.
@@ -158,7 +158,7 @@ def write_page(
         scale=_scale,
     )
     out.mkdir(parents=True, exist_ok=True)
-    # It shows images of the reference, which may be patients'. Whoever may show them opens the page to others.
+    # It shows images of the reference, which may be patients'. Anybody who may show them opens the page to others.
     write_atomic(out / PAGE, page.encode("utf-8"), mode=PAGE_MODE)
     write_atomic(out / FIGURES, (json.dumps(document, indent=2) + "\n").encode("utf-8"))
 

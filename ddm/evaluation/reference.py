@@ -38,7 +38,7 @@ class Reference:
     """Images to compare samples with.
 
     Attributes:
-        num: how many.
+        num: the number of them.
         blocks: begins to read, and yields blocks of images in order, float32.
         digest: sha256 of the file; None for an array.
         groups: a label or silo of each image, as text; empty where there are none.
@@ -127,7 +127,7 @@ class Reference:
 
         Raises:
             DataError: no real numbers.
-            ShapeError: no rows, or as many groups as images are needed.
+            ShapeError: no rows, or another number of groups than of images.
         """
         rows = rows_of_numbers(images, "reference")
         num = len(rows)
@@ -214,7 +214,7 @@ def classes_of(reference: Reference, classes: Classes) -> Tensor | None:
     """Return the class of each reference image, int64 (N,), from the column `labels` or `label`; None without one.
 
     Raises:
-        DataError: labels that are no classes, by number or by name.
+        DataError: labels that are not classes, by number or by name.
     """
     labels = reference.column(_LABEL_COLUMNS)
     if labels is None:
@@ -230,7 +230,7 @@ def captions_of(reference: Reference) -> list[str] | None:
     """Return the caption of each reference image, from the column `captions` or `caption`; None without one.
 
     Raises:
-        DataError: captions that are no texts.
+        DataError: captions that are not texts.
     """
     captions = reference.column(_CAPTION_COLUMNS)
     if captions is None:

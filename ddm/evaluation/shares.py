@@ -15,7 +15,7 @@ class ShareError:
     """The total variation distance between the silos' shares and their priors.
 
     Attributes:
-        error: with its 95% sampling interval.
+        error: the error with its 95% sampling interval.
         by_chance: what sampling exactly from the priors exceeds in 2.5% of all runs of as many samples.
         mean_by_chance: the mean distance of such runs.
     """
@@ -39,7 +39,7 @@ def share_error(
     Args:
         silo_N: the silo of each sample.
         prior: the silos' weights, in any unit.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     num = len(silo_N)
     weight_S = torch.tensor(list(prior), dtype=torch.float64)

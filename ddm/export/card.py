@@ -17,8 +17,8 @@ def write_card(model: ExportedModel, form: Form, folder: Path, *, is_plain: bool
 
     Args:
         model: what was exported.
-        form: as what.
-        folder: where to.
+        form: the form in which it was exported.
+        folder: the folder to write to.
         is_plain: whether diffusers alone opens the folder.
     """
     page = render(

@@ -94,7 +94,7 @@ class LatentDecoder(ModelMixin, ConfigMixin):  # type: ignore[misc] # diffusers 
 
     Args:
         latent: the document of the latent space, as JSON.
-        shape: of one decoded sample.
+        shape: the shape of one decoded sample.
     """
 
     @register_to_config  # type: ignore[untyped-decorator]
@@ -166,11 +166,11 @@ class ExpertPipeline(DiffusionPipeline):  # type: ignore[misc] # diffusers has n
 
         Args:
             num_images: N.
-            num_inference_steps: of Euler's solver.
+            num_inference_steps: the number of inference steps of Euler's solver.
             condition: classes, int64 (N,), of which -1 is none, or texts (N, L, D); None for no condition.
             guidance_scale: g of ``(1 + g) u(x | c) - g u(x)``; 0 is no guidance, as in `ddm sample-student`.
             latents: noise to begin with, shape (N, ...), in place of random noise.
-            generator: of the noise.
+            generator: the generator of the noise.
             output_type: `pil`; `np`, values from 0 to 1 with channels last; or `pt`, as the network draws them.
         """
         sides = self.network.config.sample_size
@@ -209,7 +209,7 @@ class EnsemblePipeline(DiffusionPipeline):  # type: ignore[misc] # diffusers has
     """A verified release as a pipeline; there is no other way to one than `from_release`, which verifies.
 
     Args:
-        ensemble: of the verified release.
+        ensemble: the ensemble of the verified release.
     """
 
     def __init__(self, ensemble: Ensemble) -> None:
@@ -272,7 +272,7 @@ class EnsemblePipeline(DiffusionPipeline):  # type: ignore[misc] # diffusers has
 
         Args:
             num_images: N.
-            num_inference_steps: of the solver.
+            num_inference_steps: the number of inference steps of the solver.
             output_type: as of `ExpertPipeline`.
             options: the solver, noise to begin with, and more.
             keywords: others of `ddm.Ensemble.sample`: strategy, seed, condition, guidance, prior.

@@ -40,7 +40,7 @@ def diffusers_classes() -> Any:
 
 
 def check_velocity(model: ExportedExpert) -> None:
-    """Refuse an expert whose answers are no velocity on the ensemble's path: diffusers has no such conversion.
+    """Refuse an expert whose answers are not velocities on the ensemble's path: diffusers has no such conversion.
 
     Raises:
         SetupError: names its objective.
@@ -59,7 +59,7 @@ def write_diffusers_folder(model: ExportedExpert, folder: Path) -> None:
     """Write the folder: plain classes of diffusers where they compute the same, else ours by their names.
 
     Raises:
-        SetupError: the expert's answers are no velocity, or diffusers is not installed.
+        SetupError: the expert's answers are not velocities, or diffusers is not installed.
     """
     check_velocity(model)
     classes = diffusers_classes()

@@ -35,11 +35,11 @@ class ModelOrigin:
     Attributes:
         name: what it is, for people.
         plan_id: the plan of the release.
-        version: of the release.
-        manifest_digest: of the release's manifest, which lists every file.
-        root_fingerprint: of the root of trust.
-        weights_digest: of the file whose weights it has.
-        licence: of the release; None where the source does not state it.
+        version: the version of the release.
+        manifest_digest: the digest of the release's manifest, which lists every file.
+        root_fingerprint: the fingerprint of the root of trust.
+        weights_digest: the digest of the file whose weights it has.
+        licence: the licence of the release; None where the source does not state it.
         is_verified: whether a signed release was verified; the record of a student is not signed.
     """
 
@@ -60,7 +60,7 @@ class ExportedModel:
     Attributes:
         network: returns the velocity, or a router's log-likelihoods.
         output: the name of what it returns.
-        shape: of one sample in its space.
+        shape: the shape of one sample in its space.
         condition: the kind of condition that it takes.
         data: shape and range of one decoded sample.
         latent_spec: the document of its space.

@@ -68,7 +68,7 @@ def input_names(condition: Condition) -> list[str]:
 
 
 def example_inputs(shape: Shape, condition: Condition, num: int) -> tuple[Tensor, ...]:
-    """Return inputs of so many samples, by the same random numbers each time.
+    """Return inputs of this many samples, by the same random numbers each time.
 
     Args:
         shape: one sample.

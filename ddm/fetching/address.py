@@ -82,7 +82,7 @@ def _read_hub_address(text: str) -> HubAddress:
         raise SetupError(
             ascii(text[:200]),
             expected="hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
-            got="a name that the Hub does not have",
+            got="a name that is not valid on the Hub",
         )
     return HubAddress(repository, revision)
 
@@ -90,7 +90,7 @@ def _read_hub_address(text: str) -> HubAddress:
 def url_problem(url: str) -> str | None:
     """Return why nothing may be fetched from a web address; None where it may.
 
-    Without TLS, whoever is on the way reads and changes what is fetched; on loopback nobody is.
+    Without TLS, anybody on the way can read and change what is fetched; on loopback there is nobody.
     """
     if len(url) > MAX_URL_LENGTH:
         return f"an address of {len(url)} characters"

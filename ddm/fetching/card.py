@@ -1,7 +1,7 @@
 """Writes the card of a repository of the Hub: that of the release, with what the Hub asks for besides.
 
 The release's own card, `targets/<plan>/README.md`, is signed and stays as it is. Its copy at the repository's root is
-not: it names the repository, and what only whoever pushes knows.
+not: it names the repository, and what only the person who pushes knows.
 """
 
 import json
@@ -30,7 +30,7 @@ class CardAdditions:
         tags: further tags.
 
     Raises:
-        SetupError: a name that the Hub does not have.
+        SetupError: a name that is not valid on the Hub.
     """
 
     base_models: Sequence[str] = ()

@@ -176,7 +176,10 @@ def _transfer(
                     path,
                     expected=f"the file from {host}, in {limits.max_attempts} attempts",
                     got=str(error),
-                    remedy="What has come is kept. Check the address and the network; the same command goes on.",
+                    remedy=(
+                        "What has arrived is kept. Check the address and the network, then run "
+                        "the same command again: it continues."
+                    ),
                 ) from error
         time.sleep(limits.pause_s * 2 ** (num_attempts - 1))
 

@@ -81,7 +81,7 @@ def host_of(source: Address | Path, limits: FetchLimits) -> Host:
 
 
 def require_hub_package() -> None:
-    """Refuse to go on without the package through which the Hub is reached.
+    """Refuse to continue without the package through which the Hub is reached.
 
     Raises:
         SetupError: it is not installed.
@@ -118,6 +118,6 @@ def require_hub_address(text: str) -> HubAddress:
     address = read_address(text)
     if not isinstance(address, HubAddress):
         raise SetupError(
-            ascii(text[:200]), expected="hf://OWNER/NAME[@BRANCH]", got="another place"
+            ascii(text[:200]), expected="hf://OWNER/NAME[@BRANCH]", got="another address"
         )
     return address

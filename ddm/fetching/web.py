@@ -1,13 +1,13 @@
 """Fetches files from web hosts: HTTP within bounds of time, by TLS, with redirects only where they are expected.
 
-The bytes of a file are bounded by whoever reads it (`ddm.fetching.download`). Here
+The bytes of a file are bounded by the one who reads it (`ddm.fetching.download`). Here
 
  * a watch ends an exchange in which too few bytes come, from the first packet on: a host that sends one byte now and
    then keeps every time limit of a single read;
  * a redirect is followed at most five times, and only to where the caller expects it: never to another kind of
    address, nor from TLS to plain text;
  * what identifies the reader is sent to the first host alone;
- * nothing is unpacked: bytes are asked for as they are.
+ * nothing is unpacked: bytes are requested as they are.
 """
 
 import re
@@ -111,7 +111,7 @@ def open_url(request: WebRequest, limits: FetchLimits) -> Iterator[SentFile]:
         request.url,
         expected=f"the file after at most {MAX_REDIRECTS} redirects",
         got=f"{MAX_REDIRECTS + 1} redirects",
-        remedy="The host leads in circles. Ask whoever runs it for the release's address.",
+        remedy="The host redirects in a circle. Ask its operator for the address of the release.",
     )
 
 
@@ -121,7 +121,7 @@ def _next_url(url: str, response: HTTPResponse, request: WebRequest) -> str:
     try:
         next_url = urljoin(url, location)
     except ValueError:
-        # It is no address at all, which is said below.
+        # It is not an address at all, which is said below.
         next_url = location
     got = url_problem(next_url)
     if got is None and not request.may_redirect(url, next_url):
@@ -139,7 +139,7 @@ def _next_url(url: str, response: HTTPResponse, request: WebRequest) -> str:
 
 
 def _sent_file(exchange: "_Exchange", start: int) -> SentFile:
-    """Return the file in an answer that is no redirect."""
+    """Return the file in an answer that is not a redirect."""
     response = exchange.response
     status = response.status
     if status == 200:
@@ -174,7 +174,7 @@ def _refuse_status(url: str, status: int) -> NoReturn:
             got=got,
             remedy="Check the address: it is that of the folder that holds metadata/ and targets/.",
         )
-    remedy = "Check the address, or ask whoever runs this host."
+    remedy = "Check the address, or ask the operator of this host."
     if status == 401:
         remedy = (
             "Check the address. If it is of a private repository of the Hub, log in with `hf auth login` "
@@ -312,7 +312,7 @@ class _Exchange:
     def _end(self) -> None:
         self._is_over.set()
         self._watch.join()
-        # `getresponse` closes its own side of the connection already, and leaves the answer to whoever reads it.
+        # `getresponse` closes its own side of the connection already, and leaves the answer to the one who reads it.
         if self._response is not None:
             self._response.close()
         self._connection.close()
@@ -325,7 +325,7 @@ class _Exchange:
             rate = f"fewer than {limits.window_bytes} bytes in {limits.window_s:g} seconds"
             raise InterruptedTransfer(rate) from error
         if isinstance(error, ssl.SSLCertVerificationError):
-            # Tried again it would be the same; and whoever reads on would talk to a stranger.
+            # Tried again it would be the same; and anybody who reads on would talk to a stranger.
             raise TransportError(
                 self.url,
                 expected="a host whose certificate proves its name",

@@ -66,7 +66,7 @@ class ImageArrays(Protocol):
         ...
 
     def column(self, name: str, max_bytes: int) -> Values:
-        """Return one entry for each row, each of at most so many bytes."""
+        """Return one entry for each row, each of at most this many bytes."""
         ...
 
     def column_shape(self, name: str) -> Shape:
@@ -80,7 +80,7 @@ class ImageArrays(Protocol):
 
     @property
     def recipe(self) -> str:
-        """Names what, besides the files, the rows depend on."""
+        """The name of what the rows depend on besides the files."""
         ...
 
 
@@ -174,7 +174,7 @@ def open_latents(
 
     Args:
         source: from `open_arrays`; it holds latents.
-        shape: of one.
+        shape: the shape of one.
         folder: as for images.
     """
     dtype, row_shape = source.row

@@ -28,7 +28,7 @@ class ArraySource:
         name: what the arrays hold.
         arrays: at least one, all of one type and one shape of row.
         columns: how the arrays of each column are opened: when it is asked for, since others may be anything.
-        files: that hold the rows.
+        files: the files that hold the rows.
 
     Raises:
         DataError: arrays that differ.

@@ -1,4 +1,4 @@
-"""Arrays of many images as pictures one by one, with what the columns beside them say of each.
+"""Arrays of many images as pictures one by one, with what the columns beside them say about each.
 
 `ddm.images.array_files` opens the files, and `ddm.images.layout` says which shapes an image may have.
 """
@@ -34,7 +34,7 @@ def read(
 
     Args:
         content: the file; of `images-*.npy`, the first. Inside another file, an npy holds a single image.
-        kind: npz, npy, idx or Parquet, as its first bytes tell.
+        kind: npz, npy, idx or Parquet, as its first bytes show.
         limits: the most that one image may ask for.
 
     Raises:

@@ -186,7 +186,7 @@ def npz_parts(names: Collection[str]) -> list[PartNames]:
 
 
 def _meaning_and_split(name: str) -> tuple[str, str] | None:
-    """Return what an array of a part is, and of which part; None of any other array."""
+    """Return what an array of a part is, and of which part; None for any other array."""
     first, _, rest = name.lower().partition("_")
     start, _, last = name.lower().rpartition("_")
     # `train_images`, as MedMNIST writes it, or `images_train`.

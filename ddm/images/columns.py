@@ -36,7 +36,7 @@ class TextColumn:
     """A column whose spellings are joined.
 
     Attributes:
-        values: of each image: the most frequent spelling of its value; None where it is missing.
+        values: the values of each image: the most frequent spelling of its value; None where it is missing.
         num_joined: how many spellings were joined to another one.
     """
 
@@ -67,7 +67,7 @@ def text_column(column_N: Values, name: str) -> TextColumn:
 
     Args:
         column_N: shape (N,).
-        name: of the column, for errors.
+        name: the name of the column, for errors.
 
     Raises:
         DataError: anything but text or numbers.
@@ -139,7 +139,7 @@ def check_length(
     shape: Shape,
     num: int,
 ) -> None:
-    """Refuse a column without one entry for each of so many images.
+    """Refuse a column without one entry for each of this many images.
 
     Raises:
         DataError: another shape.
@@ -300,7 +300,7 @@ def class_numbers(
         remedy: what errors advise.
 
     Raises:
-        DataError: labels of another type or shape, or such as are no classes.
+        DataError: labels of another type or shape, or labels that are not classes.
     """
     expected = f"classes of the plan, {classes.words()}"
     if label_N.ndim != 1 or label_N.dtype.kind not in "biuUSO":

@@ -71,7 +71,7 @@ class CompactReader:
         """Return the fields of `layout` that are there, by number: of a list of structures, their fields.
 
         Raises:
-            ImageError: bytes that are no such structure, or that Thrift's code might read in another way; or lists
+            ImageError: bytes that are not such structure, or that Thrift's code might read in another way; or lists
                 that are too long.
         """
         try:

@@ -50,7 +50,7 @@ def csv_format(path: Path, is_header: Callable[[list[str]], bool]) -> CsvFormat:
     """Find out how a CSV is to be read.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         is_header: whether names of columns are those of a table that can be used: that decides between separators.
 
     Raises:
@@ -131,10 +131,10 @@ def _open_lines(path: Path, encoding: str) -> "Iterator[_BoundedLines]":
 
 
 class _BoundedLines:
-    """The lines of a text, each of them bounded, and together those of one record, which quotes may let go on.
+    """The lines of a text, each of them bounded, and together those of one record, which quotes may let continue.
 
     Attributes:
-        number: of the last line.
+        number: the number of the last line.
         num_characters: since the last record; the reader of records resets it.
     """
 
@@ -188,7 +188,7 @@ def _encoding_of(path: Path) -> tuple[str, bool]:
             "table",
             expected=f"at most {MAX_FILE_BYTES} bytes",
             got=f"{num_bytes}",
-            remedy="Divide the table, or leave out columns that nobody reads.",
+            remedy="Divide the table, or leave out columns that are not needed.",
         )
     with path.open("rb") as handle:
         start = handle.read(4)

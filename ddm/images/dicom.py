@@ -199,7 +199,7 @@ def _syntax(tags: Any) -> str:
 
 
 def _lowest(frames: list[Frame]) -> float:
-    """Return the lowest value of all pixels that are no padding.
+    """Return the lowest value of all pixels that are not padding.
 
     Raises:
         ImageError: there is none.

@@ -43,7 +43,7 @@ class CodeStream:
         data: from its first marker.
         shape: rows and columns.
         components: number of samples per pixel.
-        bits: of each sample.
+        bits: the bits of each sample.
         signed: whether the code stream says that samples are signed; JPEG and JPEG-LS have no way to say it.
         colours: what the header says about three components. The decoders of this module undo the transform of
             JPEG 2000 and that of JPEG's DCT processes, so that "RGB" is what comes out.
@@ -187,7 +187,7 @@ def _unboxed(data: bytes) -> tuple[bytes, bool]:
                 length = int.from_bytes(data[position + 8 : position + 16], "big")
                 start = position + 16
             if length == 0:
-                # The last box goes on to the end.
+                # The last box continues to the end.
                 length = end - position
             box_end = position + length
             if kind == b"jp2c":

@@ -101,7 +101,7 @@ def volume_of(
     num_frames: int,
     samples: int,
 ) -> tuple[list[int], NDArray[np.float64]] | None:
-    """Return the order of frames that make a volume, and its matrix; None of frames that make none.
+    """Return the order of frames that make a volume, and its matrix; None for frames that make none.
 
     They make one if all face the same way and are as large, and if each is one step along their normal from the one
     before. The slices of a tilted gantry are shifted against each other: as a volume they would be sheared.
@@ -201,7 +201,7 @@ def slice_of(
     picture: Picture,
     head: bool | None,
 ) -> SliceLocation | None:
-    """Return which scan an image is a slice of, where that may be of a head; None of other images and parts.
+    """Return which scan an image is a slice of, where that may be of a head; None for other images and parts.
 
     Where nothing names a part of the body, the slices' places must tell how large what they show is.
     """

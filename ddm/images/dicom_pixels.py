@@ -110,7 +110,7 @@ class StoredFrame:
 
     Attributes:
         values: (H, W), or red, green and blue (H, W, 3); they may be a read-only part of the file.
-        bounds: lowest and highest number that the stored bits can hold; None of floating point.
+        bounds: lowest and highest number that the stored bits can hold; None for floating point.
     """
 
     values: Numbers
@@ -317,7 +317,7 @@ def pixel_bytes(tags: Any, keyword: str) -> bytes | memoryview:
     """Return what the file holds as the value of a tag of bytes; nothing where it holds nothing.
 
     A value that pydicom left in memory where it was (`defer_size`) is returned as the part of the file that it is,
-    which is shorter than announced where the file ends within it, and which goes on to the end of the file where only
+    which is shorter than announced where the file ends within it, and which continues to the end of the file where only
     the end of the value tells its length.
     """
     element = tags.get_item(tag_of(keyword), keep_deferred=True)
@@ -431,7 +431,7 @@ def _cells(
 
 
 def _integer_type(num_bytes: int, signed: bool) -> str:
-    """Return NumPy's name of a whole number of so many bytes, without the order of its bytes."""
+    """Return NumPy's name of a whole number of this many bytes, without the order of its bytes."""
     if signed:
         return f"i{num_bytes}"
     return f"u{num_bytes}"
@@ -469,7 +469,7 @@ def _frame_of_cells(
 
 
 def _bounds(bits: int, signed: bool) -> tuple[int, int]:
-    """Return the lowest and the highest whole number of so many bits."""
+    """Return the lowest and the highest whole number of this many bits."""
     if signed:
         half = 1 << (bits - 1)
         return -half, half - 1
@@ -481,7 +481,7 @@ def _stored_values(
     cells: Numbers,
     pixel_format: PixelFormat,
 ) -> Numbers:
-    """Return the values of the stored bits, which end at HighBit; other bits of a cell are no part of its value."""
+    """Return the values of the stored bits, which end at HighBit; other bits of a cell are not part of its value."""
     num_unused = pixel_format.allocated - pixel_format.stored
     if not num_unused:
         return cells
@@ -633,7 +633,7 @@ def _unpacked_bits(segment: bytes, shape: tuple[int, int]) -> NDArray[np.uint8]:
     """Return the bytes of an RLE segment, which is packed as TIFF's PackBits."""
     from PIL import Image
 
-    # As one long row, since some writers let a run go on into the next row.
+    # As one long row, since some writers let a run continue into the next row.
     rows, columns = shape
     size = (rows * columns, 1)
     try:
@@ -646,7 +646,7 @@ def _unpacked_bits(segment: bytes, shape: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def _has_bytes(segment: bytes, num_bytes: int) -> bool:
-    """Whether an RLE segment unpacks to so many bytes, or to more."""
+    """Whether an RLE segment unpacks to this many bytes, or to more."""
     try:
         _unpacked_bits(segment, (1, num_bytes))
     except ImageError:
@@ -675,7 +675,7 @@ def _encapsulated_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[bytes
         frame = b"".join(fragment.content for fragment in fragments[first:end])
         if lengths:
             length = lengths[number]
-            # A frame of odd length is padded by a byte, which is no part of it.
+            # A frame of odd length is padded by a byte, which is not a part of it.
             if not 0 <= len(frame) - length <= 1:
                 raise contradiction("ExtendedOffsetTableLengths", "PixelData")
             frame = frame[:length]
@@ -687,7 +687,7 @@ class _Fragment:
     """A part of the encapsulated pixels.
 
     Attributes:
-        offset: of its item, in bytes from the item of the first fragment.
+        offset: the offset of its item, in bytes from the item of the first fragment.
         content: without the head of the item.
     """
 
@@ -696,7 +696,7 @@ class _Fragment:
 
 
 def _integers(data: bytes, num_bytes: int) -> list[int]:
-    """Return whole numbers of so many bytes each, in little endian."""
+    """Return whole numbers of this many bytes each, in little endian."""
     num_integers = len(data) // num_bytes
     integers: list[int] = np.frombuffer(data, f"<u{num_bytes}", num_integers).tolist()
     return integers
@@ -859,7 +859,7 @@ def _with_sign(
     code_stream: CodeStream,
     stored: int,
 ) -> Numbers:
-    """Return two's complement of so many stored bits as signed numbers."""
+    """Return two's complement of this many stored bits as signed numbers."""
     if stored > code_stream.bits:
         half = 1 << (code_stream.bits - 1)
         if int(values.max()) >= half:
@@ -870,7 +870,7 @@ def _with_sign(
     shifted = np.left_shift(wide, num_unused)
     # The shift back extends the sign.
     signed: Numbers = np.right_shift(shifted, num_unused)
-    # Bits above the stored ones are zero, or repeat the sign; anything else is no value of so many bits.
+    # Bits above the stored ones are zero, or repeat the sign; anything else is not a value of this many bits.
     above = wide >> stored
     num_above = code_stream.bits - stored
     all_ones = (1 << num_above) - 1

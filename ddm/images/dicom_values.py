@@ -36,7 +36,7 @@ class Frame:
     """One frame as a picture, and which of its pixels are padding.
 
     Attributes:
-        picture: with padding still as it was stored.
+        picture: the picture with padding still as it was stored.
         padding: (H, W); None where no pixel is padding.
     """
 
@@ -44,7 +44,7 @@ class Frame:
     padding: Mask | None = None
 
     def lowest(self) -> float | None:
-        """Return the lowest value of the pixels that are no padding; None where all are."""
+        """Return the lowest value of the pixels that are not padding; None where all are."""
         if self.padding is None:
             return float(self.picture.values.min())
         image = self.picture.values[0][~self.padding]
@@ -384,7 +384,7 @@ class LookupTable:
     Attributes:
         entries: one number for each stored value.
         first: the stored value of the first entry; lower ones have it too, and higher ones have the last.
-        bits: of each entry.
+        bits: the bits of each entry.
     """
 
     entries: Numbers
@@ -400,7 +400,7 @@ class LookupTable:
         """Return the entries of stored values.
 
         Raises:
-            ImageError: the values are no whole numbers.
+            ImageError: the values are not whole numbers.
         """
         if values.dtype.kind not in "iu":
             raise contradiction("LUTData", "FloatPixelData")
@@ -524,7 +524,9 @@ def _unsegmented(
         Reason.DAMAGED, f"{keyword} has segments that do not give the stated number of entries"
     )
     entries: list[int] = []
-    pending = [(0, len(words), inf)]  # where to go on, where to end, and how many segments at most
+    pending = [
+        (0, len(words), inf)
+    ]  # where to continue, where to end, and how many segments at most
     while pending:
         position, end, num_segments = pending.pop()
         while position + 2 < end and num_segments > 0:
@@ -543,7 +545,8 @@ def _unsegmented(
                 entries += [int(value) for value in rounded]
                 position = start + 1
             elif kind == 2 and is_outermost and start + 2 <= end:
-                # The offset counts bytes. What it points to is discrete or linear, so that this cannot go on forever.
+                # The offset counts bytes. What it points to is discrete or linear, so that this cannot continue
+                # forever.
                 offset = words[start] | words[start + 1] << 16
                 pending.append((start + 2, end, inf))
                 position = offset // 2

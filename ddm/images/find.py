@@ -1,7 +1,7 @@
 """Decides once what is at a path, and lists its files: below a folder, in a table, or one file of many images.
 
-Silo and aggregator take the same way. Nothing is opened but tables, and the headers of arrays. What holds no image is
-listed with its reason, never left out in silence.
+Silo and aggregator use the same code for this. Nothing is opened but tables, and the headers of arrays. What holds no
+image is listed with its reason, never left out silently.
 """
 
 import os
@@ -53,14 +53,15 @@ class DataKind(StrEnum):
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file of the data set, and what a table says of it. All of it is for private memory alone.
+    """A file of the data set, and what a table says about it. All of it is for private memory alone.
 
     Attributes:
         path: the file, as the file system spells it; undecodable bytes are escaped as Python does.
         files: the file itself, and those that are read with it: parts of one array, columns, labels.
-        stats: of each of these: bytes, and when its content and its entry in the folder last changed, ns.
+        stats: the file statistics of each of these: bytes, and when its content and its entry in the folder last
+            changed, ns.
         stated_ns: when `stats` were taken.
-        row: what the table says of it.
+        row: what the table says about it.
         reason: why nothing is read.
         detail: more about the reason.
     """
@@ -75,12 +76,12 @@ class ImageFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """The bytes of all files."""
         return sum(size for size, _, _ in self.stats)
 
     @property
     def is_clutter(self) -> bool:
-        """Whether this is no image by its name, such as a README or a PDF: where images are public, it is skipped."""
+        """Whether its name is not that of an image, such as a README or a PDF: public files like this are skipped."""
         return self.reason in (Reason.CLUTTER, Reason.UNKNOWN)
 
 
@@ -89,16 +90,16 @@ class DataSet:
     """What is at a path.
 
     Attributes:
-        path: of it.
+        path: its path.
         kind: arrays in a type and shape that a plan without a transform can take, latents, or pictures: anything that
             is decoded image by image.
         arrays: the opened arrays; None where there are none. Arrays of other types or shapes are here too, though
             their kind is pictures.
         arrays_error: why what looks like arrays cannot be opened as such; None where `arrays` are open, or where
             nothing looks like arrays.
-        table: that names the files, or says what belongs to them.
+        table: the table that names the files, or says what belongs to them.
         table_paths: leads the table's paths to files.
-        notes: what a person should know of how the data were found.
+        notes: what a person should know about how the data were found.
         outside: whether links and paths may lead out of the data folder.
     """
 
@@ -153,7 +154,7 @@ class DataSet:
             yield _image_file(str(self.path), names, boundary)
 
     def remarks(self) -> list[str]:
-        """Return what a person should know of how the data were found; complete once `files` came to its end."""
+        """Return what a person should know about how the data were found; complete once `files` came to its end."""
         remarks = list(self.notes)
         if self.table is not None:
             remarks += self.table.remarks()
@@ -370,7 +371,7 @@ class _TableRows:
                 yield self._file_of(path, row)
 
     def with_folder(self, folder: Path) -> Iterator[ImageFile]:
-        """Yield the files below a folder with what the table says of them, then rows that lead to none of these.
+        """Yield the files below a folder with what the table says about them, then rows that lead to none of these.
 
         Raises:
             DataError: more rows than memory may hold; a table of its own as the data set is read row by row.

@@ -60,7 +60,7 @@ class FileHead:
 
     Attributes:
         first_bytes: of the file; of a gzip file, of what it unpacks to.
-        name: of the file.
+        name: the name of the file.
         gzipped: whether the file is packed by gzip.
     """
 
@@ -165,7 +165,7 @@ def checked(picture: DecodedPicture) -> DecodedPicture:
 
 
 def format_of(content: FileContent) -> Format:
-    """Return the format of a file, as its first bytes tell.
+    """Return the format of a file, as its first bytes show.
 
     Raises:
         ImageError: an empty file, an archive, or no image.

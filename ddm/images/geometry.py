@@ -70,7 +70,7 @@ def resampled_size(
 
     Args:
         spec: the plan's.
-        sides: of the picture.
+        sides: the sides of the picture.
         spacing: mm between neighbours along them; None where nothing is known, and all are taken to be equal.
         shape: the plan's sides.
 
@@ -98,7 +98,7 @@ def resampled_size(
     try:
         return _resampled_size(spec, extent, sides, shape)
     except ArithmeticError as error:
-        # Lengths so different that their proportion is no number.
+        # Lengths so different that their proportion is not a number.
         raise DataError(
             "axes",
             expected="lengths that can be compared",
@@ -143,7 +143,7 @@ def antialiased(values: Floats, size: Sides) -> Floats:
 
     Args:
         values: shape (C, H, W) or (C, D, H, W).
-        size: of the new sides.
+        size: the new sides.
     """
     if values.shape[1:] == size:
         return values

@@ -36,7 +36,7 @@ def is_idx_head(head: bytes) -> bool:
 
 
 def is_idx(path: Path) -> bool:
-    """Whether a file holds an idx array, as far as its first bytes tell."""
+    """Whether a file holds an idx array, as far as its first bytes show."""
     try:
         with _unpacked(path) as handle:
             return is_idx_head(handle.read(4))

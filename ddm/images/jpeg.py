@@ -1,6 +1,6 @@
 """JPEG: markers are checked here, libjpeg decodes baseline, extended and progressive images of 8 bits through Pillow.
 
-libjpeg fills gaps with grey and goes on, and Pillow does not report it: gaps that the markers reveal are refused.
+libjpeg fills gaps with grey and continues, and Pillow does not report it: gaps that the markers reveal are refused.
 Pillow gets a file without metadata, so that none can change the pixels or ask for memory.
 """
 
@@ -50,8 +50,8 @@ class Markers:
 
     Attributes:
         pixels: the file without metadata.
-        height: of the image.
-        width: of the image.
+        height: the height of the image.
+        width: the width of the image.
         sampling: horizontal and vertical sampling factor of each component, by its number.
         adobe: whether there is a marker of Adobe's, by which four colours are inverted.
         jfif: content of the marker of JFIF, or nothing.
@@ -109,7 +109,7 @@ def decoded(markers: Markers, colour_space: str | None = None) -> Numbers:
     """Return the pixels, shape (H, W, C): greys, RGB, or four colours as Pillow inverts them.
 
     Args:
-        markers: of the image.
+        markers: the markers of the image.
         colour_space: in which the file has its colours, `RGB` or `YCbCr`; None to decide by its markers, as T.871 and
             Adobe's technical note 5116 say.
     """

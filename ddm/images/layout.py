@@ -85,7 +85,7 @@ def check_dtype(dtype: ValueType) -> None:
 
 
 def full_range(dtype: ValueType) -> Bounds | None:
-    """Return the lowest and the highest value of a type of at most 16 bits; None of others, which use little of it."""
+    """Return the lowest and the highest value of a type of at most 16 bits; None for others, which use little of it."""
     if dtype.kind == "b":
         return 0.0, 1.0
     if dtype.kind in "iu" and dtype.itemsize < 4:

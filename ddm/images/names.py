@@ -25,8 +25,8 @@ _CLUTTER_STEMS = re.compile(
 _CLUTTER_SUFFIXES = frozenset(
     {".md5", ".sha1", ".sha256", ".sha512", *TABLE_SUFFIXES, *SPREADSHEET_SUFFIXES}
 )
-# Endings that no format of images has. Whoever left such a file may have meant something by it, so that a person is
-# shown it among the files that are no images.
+# Endings that no format of images has. Anybody who left such a file may have meant something by it, so that a person is
+# shown it among the files that are not images.
 _DOCUMENT_SUFFIXES = frozenset(
     {
         *(
@@ -104,7 +104,7 @@ def is_clutter(name: str) -> bool:
 
 
 def is_document(name: str) -> bool:
-    """Whether a file of this name is no image, by its ending."""
+    """Whether a file of this name is not an image, by its ending."""
     return _suffix(name.lower()) in _DOCUMENT_SUFFIXES
 
 

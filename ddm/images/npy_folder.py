@@ -63,7 +63,7 @@ def npy_folder(names: Collection[str], images: str = "images") -> NpyFolder | No
     """Return the array of a folder, by the names in it; None where it has none.
 
     Args:
-        names: of the files in the folder.
+        names: the names of the files in the folder.
         images: what the array is called: ``images.npy``, or ``images-1.npy``, ``images-2.npy`` and so on.
 
     Raises:
@@ -99,7 +99,7 @@ def npy_folder(names: Collection[str], images: str = "images") -> NpyFolder | No
 
 
 def numeric_order(suffixes: Sequence[str]) -> list[str] | None:
-    """Return what tells parts apart in the order of its numbers; None where that is no certain order.
+    """Return the suffixes that distinguish parts, in the order of their numbers; None where that is uncertain.
 
     All must be alike but for their numbers, as ``1, 2, 10``, ``08, 09, 10`` or ``1-of-3, 2-of-3, 3-of-3`` are.
     Numbers are filled with zeros in all names or in none: ``01`` beside ``1`` states no order.

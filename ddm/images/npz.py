@@ -35,11 +35,11 @@ _LOCAL_MAGIC = b"PK\x03\x04"
 
 @dataclass(frozen=True)
 class Header:
-    """What an npy says of its array.
+    """What an npy says about its array.
 
     Attributes:
-        dtype: of its values; never of objects.
-        shape: of the array.
+        dtype: the dtype of its values; never of objects.
+        shape: the shape of the array.
         by_columns: whether it is stored in Fortran order.
         offset: where the values begin, in bytes from the beginning of the npy.
     """
@@ -51,7 +51,7 @@ class Header:
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """The bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -60,7 +60,7 @@ def parse_header(head: bytes) -> Header:
 
     Raises:
         ImageError: pickled objects, or records of several fields.
-        ValueError: no npy, one whose header is too long, or sides that are no sizes.
+        ValueError: no npy, one whose header is too long, or sides that are not sizes.
     """
     handle = BytesIO(head)
     version = np.lib.format.read_magic(handle)
@@ -92,7 +92,7 @@ class EncodedArray:
 
     Attributes:
         path: the file.
-        header: of the array.
+        header: the header of the array.
         open_values: opens a stream of the values, unpacked.
         offset: where the values begin in the file; None where they are compressed.
     """
@@ -104,12 +104,12 @@ class EncodedArray:
 
     @property
     def shape(self) -> Shape:
-        """Of the array."""
+        """The shape of the array."""
         return self.header.shape
 
     @property
     def dtype(self) -> ValueType:
-        """Of its values, in this machine's byte order."""
+        """The type of its values, in this machine's byte order."""
         return self.header.dtype.newbyteorder("=")
 
     def in_place(self) -> StoredArray | None:
@@ -210,12 +210,12 @@ class NativeOrderArray:
 
     @property
     def shape(self) -> Shape:
-        """Of the array."""
+        """The shape of the array."""
         return self.stored.shape
 
     @property
     def dtype(self) -> ValueType:
-        """In this machine's byte order."""
+        """The type of its values, in this machine's byte order."""
         return self.stored.dtype.newbyteorder("=")
 
     def read(self, rows: Rows) -> Values:
@@ -349,7 +349,7 @@ def read_array(
 
     Args:
         path: the file.
-        name: of the array.
+        name: the name of the array.
         max_bytes: most bytes that it may have, unpacked, with its header.
 
     Raises:

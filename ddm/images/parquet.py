@@ -33,8 +33,8 @@ _METADATA = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit":
 _HUGGING_FACE = b"huggingface"
 _IMAGE_NAMES = frozenset({"image", "images", "img", "pixel_values"})
 _LATENT_NAMES = frozenset({"latent", "latents"})
-# Lists of any length hide how large one row is. Up to so many values a row group may be as it likes; beyond that, real
-# pictures take more than a byte for every 4096 values.
+# Lists of any length hide how large one row is. Up to this many values a row group may be as it likes; beyond that,
+# real pictures take more than a byte for every 4096 values.
 _MAX_VALUES = 1 << 27
 _MAX_VALUES_PER_BYTE = 4096
 
@@ -150,7 +150,7 @@ class ParquetTable:
         """Return a column of text or numbers, one entry a row; of classes with names in the schema, their names.
 
         Args:
-            name: of the column.
+            name: the name of the column.
             max_bytes: most that one cell of text may have.
 
         Raises:
@@ -222,7 +222,7 @@ class ParquetTable:
         Whole numbers in floating point are written without a fraction, truth as 1 and 0.
 
         Args:
-            names: of the columns.
+            names: the names of the columns.
             max_bytes: most that one cell may have.
 
         Raises:
@@ -242,7 +242,7 @@ class ParquetTable:
         """Return the names of the classes that a column numbers, as Hugging Face's schema lists them.
 
         Raises:
-            ImageError: a list that is no list of names, or files that differ.
+            ImageError: a list that is not a list of names, or files that differ.
         """
         feature = self._features().get(name, {})
         if feature.get("_type") != "ClassLabel":
@@ -258,7 +258,7 @@ class ParquetTable:
         return names
 
     def _features(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return what Hugging Face's schema says of each column."""
+        """Return what Hugging Face's schema says about each column."""
         features: dict[str, Mapping[str, Any]] | None = None
         for path in self.files:
             with decoding(_KIND), _opened(path) as file:
@@ -305,7 +305,7 @@ class ParquetTable:
 
 
 def class_name(number: int, classes: Sequence[str]) -> str | None:
-    """Return the name of a class; None of -1, which stands for none in Hugging Face's files.
+    """Return the name of a class; None for -1, which means no class in Hugging Face's files.
 
     Raises:
         ImageError: a number that has no name.

@@ -101,8 +101,8 @@ class ColumnChunk:
     """One column of a row group.
 
     Attributes:
-        num_values: that it holds, with those that are missing.
-        offset: of its first page in the file.
+        num_values: the number of values that it holds, with those that are missing.
+        offset: the offset of its first page in the file.
         packed_bytes: of all its pages, with their headers.
     """
 
@@ -116,7 +116,7 @@ class RowGroup:
     """One row group.
 
     Attributes:
-        num_rows: that it holds.
+        num_rows: the number of rows that it holds.
         chunks: its columns, in the order of the schema's leaves.
     """
 

@@ -55,7 +55,7 @@ def check_pages(
 
     Args:
         path: the file.
-        chunk: what the footer says of the column.
+        chunk: what the footer says about the column.
         num_values: how many values there must be; None where any number is right.
 
     Raises:

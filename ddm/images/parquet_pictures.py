@@ -21,10 +21,10 @@ def read_encoded(
     column: str,
     limits: DecodeLimits,
 ) -> Iterator[DecodedPicture | ImageError]:
-    """Yield the pictures of the image files in a column, with what the other columns say of them.
+    """Yield the pictures of the image files in a column, with what the other columns say about them.
 
     Args:
-        table: of a single file.
+        table: the table of a single file.
         column: see `ParquetTable.is_encoded`.
         limits: the most that one image may ask for. Its file may have as many bytes as the image values.
 
@@ -92,7 +92,7 @@ def _content(
     """Return the file that a cell holds or names.
 
     Raises:
-        ImageError: none, one that is too large, or one that does not lie beside the Parquet file.
+        ImageError: none, one that is too large, or one that is not beside the Parquet file.
     """
     data = cell
     name = ""

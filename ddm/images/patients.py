@@ -81,14 +81,14 @@ def pseudonyms(
     key: bytes,
     rule: PatientRule = "spelling",
 ) -> tuple[str, str] | None:
-    """Return the pseudonym of a patient, and one that identifiers of like spelling share; None of nobody.
+    """Return the pseudonym of a patient, and one that identifiers of like spelling share; None without an identifier.
 
     Spellings that `canonical` makes one are one patient. Those that are `similar` are several, whose second pseudonyms
     are equal.
 
     Args:
         identifier: as a file or a table names the patient.
-        key: of this scan alone, never to leave.
+        key: the key of this scan alone, which never leaves the site.
         rule: which characters of an identifier distinguish patients.
     """
     text = (identifier or "").strip()
@@ -102,7 +102,7 @@ def pseudonyms(
 
 
 def order_key(salt: bytes) -> bytes:
-    """Return the key of `order_of`, from the secret beside the ledger: it stays when scans are made anew elsewhere."""
+    """Return the key of `order_of`, from the secret beside the ledger: it stays when scans are made again elsewhere."""
     return hmac.digest(salt, b"order of patients", "sha256")
 
 
@@ -111,7 +111,7 @@ def order_of(
     key: bytes,
     rule: PatientRule = "spelling",
 ) -> str | None:
-    """Return a keyed digest of a patient's identifier that puts patients into a secret order; None of nobody."""
+    """Return a keyed digest of a patient's identifier that puts patients into a secret order; None without one."""
     text = (identifier or "").strip()
     if is_missing(text):
         return None

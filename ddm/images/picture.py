@@ -16,8 +16,8 @@ class DecodeLimits:
     """The most that one file may ask for.
 
     Attributes:
-        values: of one picture; a header that announces more is refused before anything is allocated.
-        pictures: of one file with frames or pages.
+        values: the values of one picture; a header that announces more is refused before anything is allocated.
+        pictures: the pictures of one file with frames or pages.
         seconds: for one file, and one second more for each of its MB. The process that started the decoder enforces it.
         memory_bytes: address space of a decoder process.
     """
@@ -138,7 +138,7 @@ class DecodedPicture(Picture):
         )
 
     def with_fields(self, **fields: Any) -> Self:
-        """Return the picture with what its container or a table says of it, which counts before its own file."""
+        """Return the picture with what its container or a table says about it, which counts before its own file."""
         stated = {name: value for name, value in fields.items() if value is not None}
         return replace(self, **stated)
 

@@ -48,9 +48,9 @@ def contact_sheet(
     private images: it is for its owner alone, mode 0600.
 
     Args:
-        pictures: of which the first 64 are shown.
+        pictures: the pictures of which the first 64 are shown.
         transform: the plan's.
-        path: of the PNG.
+        path: the path of the PNG.
 
     Returns:
         For each picture that the transform does not take, its number and the reason.

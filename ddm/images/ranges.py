@@ -38,14 +38,14 @@ class ValueKind(StrEnum):
 
 @dataclass(frozen=True)
 class RangeUse:
-    """What a data set uses of a range.
+    """Which part of a range the values of a data set use.
 
     Attributes:
         num_images: how many images were looked at.
         lowest: the lowest value of all images.
         highest: the highest value of all images.
-        low: the value that the lowest of an image is above in all but 1% of the images.
-        high: the value that the highest of an image is below in all but 1% of the images.
+        low: in 99% of the images, the lowest value of the image is above this.
+        high: in 99% of the images, the highest value of the image is below this.
     """
 
     num_images: int
@@ -107,7 +107,7 @@ class RangeCounter:
 
 
 def range_of_type(dtype: str) -> Bounds | None:
-    """Return the range that arrays of this type are spread over the plan's by; None for floating point and others."""
+    """Return the range of this type's values, which becomes the plan's range; None for floating point and others."""
     return {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}.get(dtype)
 
 
@@ -118,7 +118,7 @@ def range_remarks(
     *,
     subject: str = "Values",
 ) -> list[str]:
-    """Return what a person should know of how a data set uses its range.
+    """Return what a person should know about how a data set uses its range.
 
     Args:
         use: of the data set; None for one without images.
@@ -203,7 +203,7 @@ class EnlargementCounter:
         """Count one image.
 
         Args:
-            sides: of the image, (H, W) or (D, H, W).
+            sides: the sides of the image, (H, W) or (D, H, W).
             resampled: the same sides after resampling, before anything is cut or padded.
         """
         before = tuple(sides)

@@ -82,7 +82,7 @@ def picture_of(
     height, width = turned.shape[1:]
     if turned.shape[0] == 3 and (width, height) in _SCREENS:
         flags = flags | {Flag.SCREENSHOT}
-    # Such files state how large an image is in print or on a screen, which says nothing of lengths in the body.
+    # Such files state how large an image is in print or on a screen, which says nothing about lengths in the body.
     picture = Picture(supported(turned), spacing, full=full, spacing_in_mm=spacing is None)
     return DecodedPicture.of(picture, flags, kind)
 
@@ -172,7 +172,7 @@ def spacing_of(
 
 
 class Metadata:
-    """What metadata declares that a person must know of, gathered from whatever blocks a format has."""
+    """What metadata declares that a person must know about, gathered from whatever blocks a format has."""
 
     def __init__(self) -> None:
         self.orientation = UPRIGHT
@@ -180,7 +180,7 @@ class Metadata:
         self._screenshot = False
 
     def flags(self, *, colours: bool) -> frozenset[Flag]:
-        """Return the flags; greys are no screenshots."""
+        """Return the flags; greys are not screenshots."""
         flags = frozenset(self._flags)
         if colours and self._screenshot:
             return flags | {Flag.SCREENSHOT}

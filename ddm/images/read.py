@@ -44,7 +44,7 @@ def read_pictures(
         limits: the most that one file may ask for.
 
     Yields:
-        Each picture with what its file, or a table, says of it; or an `ImageError` with the reason. Files that come
+        Each picture with what its file, or a table, says about it; or an `ImageError` with the reason. Files that come
         with every folder, such as Thumbs.db or a README, are skipped.
 
     Raises:
@@ -104,7 +104,7 @@ def _pictures_of(
 
 
 def _with_row(picture: DecodedPicture, file: ImageFile) -> DecodedPicture:
-    """Return a picture with what the table says of its file, which counts before what the file itself says."""
+    """Return a picture with what the table says about its file, which counts before what the file itself says."""
     row = file.row
     if row is None:
         return picture
@@ -121,7 +121,7 @@ class NamedPicture:
     """A picture, and where it comes from.
 
     Attributes:
-        name: of its file, below the path that was given, with the picture's number where the file has several.
+        name: the name of its file, below the path that was given, with the picture's number where the file has several.
         picture: its values.
         label: its class, as a table or its file says.
         caption: its text.

@@ -1,6 +1,7 @@
 """Why a file gives no picture, and what a person must see before a picture is used: two fixed lists of words.
 
-The words may leave a decoder's process and stand in reports: they say nothing of the file but what is the matter.
+The words may leave a decoder's process and appear in reports: they say nothing about the file except what is wrong with
+it.
 """
 
 from enum import StrEnum
@@ -39,7 +40,7 @@ class Reason(StrEnum):
 
 
 class Flag(StrEnum):
-    """What may identify a patient, or was not made to be trained on: what files say of themselves comes first."""
+    """What may identify a patient, or was not made to be trained on: what files say about themselves comes first."""
 
     DECLARED_TEXT = "burned-in annotation declared"
     DECLARED_FACE = "recognizable features declared"
@@ -57,7 +58,7 @@ class ImageError(DataError):
 
     Args:
         reason: what is the matter.
-        detail: more of it, in words of this project: no value, name or tag of the file.
+        detail: more about it, in words of this project: no value, name or tag of the file.
     """
 
     def __init__(self, reason: Reason, detail: str = "") -> None:

@@ -50,7 +50,7 @@ class PictureRecord(Model):
         dtype: type of its values.
         low: lowest value.
         high: highest value.
-        mean: of 4096 values or more, evenly spaced.
+        mean: the mean of 4096 values or more, evenly spaced.
         full: lowest and highest value that the file's type can hold; None where it has no such bounds.
         flags: what a person must see before the picture is used.
         kind: format of its file.
@@ -216,15 +216,16 @@ def fingerprint(
 ) -> str:
     """Return 32 hexadecimal digits that are equal for equal contents; they never leave the site.
 
-    Poly1305 takes a tenth of the time of SHA-256. With one key for all it is no authenticator, but it is a universal
+    Poly1305 takes a tenth of the time of SHA-256. With one key for all it is not an authenticator, but it is a
+    universal
     hash: two contents of up to n bytes that were chosen without the key share a fingerprint with probability n / 2^105
     at most (Bernstein 2005, "Poly1305-AES"). The key is beside the fingerprints in the private folder, and neither is
-    shown to whoever makes images.
+    shown to the one who makes images.
 
     Args:
-        purpose: what they are for; fingerprints for different purposes say nothing of each other.
-        parts: of the content, one after the other.
-        key: of the data set's scans.
+        purpose: what they are for; fingerprints for different purposes say nothing about each other.
+        parts: the parts of the content, one after the other.
+        key: the key of the data set's scans.
     """
     state = Poly1305(_key_for(purpose, key))
     for part in parts:

@@ -55,7 +55,7 @@ class StoredArray(Protocol):
 
     @property
     def dtype(self) -> ValueType:
-        """As it is stored."""
+        """The type in which the values are stored."""
         ...
 
     def read(self, rows: Rows) -> Values:
@@ -69,8 +69,8 @@ class FileArray:
 
     Args:
         path: the file.
-        dtype: of its values, without objects.
-        shape: of the array.
+        dtype: the dtype of its values, without objects.
+        shape: the shape of the array.
         offset: where it begins, in bytes.
 
     Raises:
@@ -124,7 +124,7 @@ class FileArray:
                 raise DataError(
                     "data file",
                     expected="the bytes that its header says",
-                    got="a file cut short since",
+                    got="a file that was cut short in the meantime",
                     remedy="Copy the file again from where it came, or save it again in the program that made it.",
                 )
             num_read += num
@@ -162,7 +162,7 @@ class JoinedArrays:
 
     @property
     def dtype(self) -> ValueType:
-        """Of all parts."""
+        """The type of all parts."""
         return self.parts[0].dtype
 
     def read(self, rows: Rows) -> Values:
@@ -227,7 +227,7 @@ class StoredImages(_LazyImages):
     Args:
         array: where they are.
         convert: turns rows of it into images.
-        shape: of one image, once it is converted.
+        shape: the shape of one image, once it is converted.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class DerivedImages(_LazyImages):
     Args:
         images: the others, one for each.
         convert: turns some of the others into these.
-        shape: of one of these.
+        shape: the shape of one of these.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ def blocks(images: Images, *, size: int | None = None) -> "Iterator[tuple[int, T
 
     Args:
         images: any.
-        size: of a block; by default what `BLOCK_BYTES` hold.
+        size: the size of a block; by default what `BLOCK_BYTES` hold.
     """
     size = size or rows_of(BLOCK_BYTES, images.shape[1:])
     for start in range(0, len(images), size):
@@ -346,7 +346,7 @@ def rows_of(
     shape: Sequence[int],
     itemsize: int = 4,
 ) -> int:
-    """Return how many rows of a shape so many bytes hold, at least 1."""
+    """Return how many rows of a shape this many bytes hold, at least 1."""
     row_bytes = max(1, prod(shape) * itemsize)
     return max(1, num_bytes // row_bytes)
 
@@ -375,8 +375,8 @@ def write_rows(
 
     Args:
         handle: an empty file.
-        shape: of the whole array.
-        dtype: of its values.
+        shape: the shape of the whole array.
+        dtype: the dtype of its values.
         rows: blocks, in order, each convertible to an array.
 
     Raises:

@@ -46,13 +46,13 @@ class ImageSet:
 
     Attributes:
         spec: the plan's shape and range.
-        files: that hold the images, in order.
+        files: the files that hold the images, in order.
         arrays: the arrays with their columns; None for pictures in files of their own.
         stored: what the transform made, in its compact type; None for arrays that are read as they are.
         count_P: how many images each picture became; empty where each became one.
         labels: the class of each picture, as a table or its file says; empty for arrays.
         captions: the same of texts.
-        remarks: what a person should know of how the images were read.
+        remarks: what a person should know about how the images were read.
     """
 
     spec: DataSpec
@@ -104,7 +104,7 @@ class ImageSet:
 
     @property
     def column_names(self) -> frozenset[str]:
-        """The names of the columns that there are."""
+        """The names of the columns that exist."""
         if self.arrays is not None:
             return self.arrays.columns
         names = set()
@@ -136,7 +136,7 @@ class ImageSet:
         return cells
 
     def range_remarks(self, images: Tensor) -> list[str]:
-        """Return what a person should know of how these images, all or some of `read`, use their range."""
+        """Return what a person should know about how these images, all or some of `read`, use their range."""
         counter = RangeCounter()
         counter.add_images(images.numpy())
         if self.stored is not None or self.arrays is None:
@@ -172,7 +172,7 @@ class ImageSet:
         if not any(cells):
             raise DataError(
                 f"column {name}",
-                expected=f"a column {name}: beside arrays, or of labels and captions in a table",
+                expected=f"a column {name}: an array of this name in the file, or labels or captions in a table",
                 got="pictures without one",
                 remedy="Give the images in one file with this column (npz or Parquet), not as pictures.",
             )

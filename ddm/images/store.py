@@ -41,8 +41,8 @@ class Item:
     """What one picture became.
 
     Attributes:
-        samples: of the plan's shape, float32, in its range: one, or one for each slice.
-        patient: of the picture.
+        samples: the samples of the plan's shape, float32, in its range: one, or one for each slice.
+        patient: the patient of the picture.
         label: number of its class.
         caption: its text.
         order: secret rank of its patient, see `ddm.images.patients.order_of`.
@@ -70,7 +70,7 @@ class StoredCohort:
     """The cohort on disk, as `ddm.images.array_files.ImageArrays`.
 
     Args:
-        path: of the array; its table is beside it, if there is one.
+        path: the path of the array; its table is beside it, if there is one.
     """
 
     name: Name = "images"

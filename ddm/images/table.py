@@ -64,7 +64,7 @@ class TableRow:
 
     @property
     def num_characters(self) -> int:
-        """Of all cells."""
+        """The number of characters in all cells."""
         cells = (self.path, self.label, self.patient, self.split, self.caption)
         return sum(len(cell) for cell in cells if cell is not None)
 
@@ -73,11 +73,11 @@ class Table:
     """A table of paths.
 
     Args:
-        path: of a CSV, separated by commas, semicolons, tabs or bars; or of a Parquet file.
+        path: the path of a CSV, separated by commas, semicolons, tabs or bars; or of a Parquet file.
         columns: other names of its columns.
 
     Attributes:
-        path: of the table.
+        path: the path of the table.
     """
 
     def __init__(self, path: Path, columns: Columns | None = None) -> None:
@@ -89,7 +89,7 @@ class Table:
         self._format: tuple[tuple[int, int, int], CsvFormat] | None = None
 
     def names_paths(self) -> bool:
-        """Whether there is a column of paths by its name; of a file that does not parse, no."""
+        """Whether there is a column of paths by its name; false for a file that does not parse."""
         try:
             return self._has_paths(self._header())
         except DataError:
@@ -137,7 +137,7 @@ class Table:
             yield row
 
     def remarks(self) -> list[str]:
-        """Return what a person should know of how it was read, after `rows` came to its end."""
+        """Return what a person should know about how it was read, after `rows` came to its end."""
         remarks = []
         if self._assumed_encoding:
             remarks.append(
@@ -181,7 +181,7 @@ class Table:
                         "table",
                         expected=f"at most {MAX_COLUMNS} columns",
                         got=f"{len(record)}",
-                        remedy="Leave out columns that nobody reads.",
+                        remedy="Leave out columns that are not needed.",
                     )
                 num_columns = len(record)
                 places = self._choose_columns(record)

@@ -28,7 +28,7 @@ class TablePaths:
     """Leads the paths of one table to files.
 
     Args:
-        folder: that the paths are relative to.
+        folder: the folder that the paths are relative to.
 
     Attributes:
         num_backslashes: paths whose backslashes were read as separators.
@@ -48,7 +48,7 @@ class TablePaths:
     def of(cls, table: Table) -> "TablePaths":
         """Return what leads a table's paths: from its own folder, else from the one other folder that fits.
 
-        Tables often name files without the folder that they lie in, or begin with the name of the table's own folder.
+        Tables often name files without the folder that they are in, or begin with the name of the table's own folder.
         """
         folder = str(table.path.parent)
         paths = _sample(table)
@@ -112,7 +112,7 @@ class TablePaths:
         return "a file whose name differs only in case, or in how accents are encoded, exists"
 
     def remarks(self) -> list[str]:
-        """Return what a person should know of where the paths led, once all of them were led."""
+        """Return what a person should know about where the paths led, once all of them were led."""
         remarks = []
         if self.is_moved:
             remarks.append(
@@ -135,8 +135,8 @@ class FolderTable:
     """The table in a folder of images.
 
     Attributes:
-        table: that is used; None where there is none, or where several fit.
-        notes: what a person should know of it.
+        table: the table that is used; None where there is none, or where several fit.
+        notes: what a person should know about it.
     """
 
     table: Table | None = None
@@ -151,7 +151,7 @@ def find_folder_table(
     """Return the table of the files below a folder: volumes.csv, else the one CSV whose paths lead to files there.
 
     Args:
-        folder: of images; tables in folders below it are not looked at.
+        folder: the folder of images; tables in folders below it are not looked at.
         columns: other names of the table's columns.
         is_inside: whether a path leads into the folder; a table elsewhere, behind a link, is not opened.
     """
@@ -188,7 +188,7 @@ def find_folder_table(
 
 
 def notes_on_unused_tables(folder: Path) -> tuple[str, ...]:
-    """Return a note if a folder of arrays has tables, which say nothing of arrays."""
+    """Return a note if a folder of arrays has tables, which say nothing about arrays."""
     names = [path.name for path in _tables(folder)]
     if not names:
         return ()

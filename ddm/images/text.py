@@ -1,11 +1,11 @@
-"""Suspects burned-in text: bands of rows in which many edges stand close together, with quiet rows above and below.
+"""Suspects burned-in text: bands of rows in which many edges are close together, with quiet rows above and below.
 
 No letter is read, and nothing is cut into shapes, so that letters which touch each other, as small ones do, count like
 others. A line of letters is crossed by the edges of strokes, two or more at each letter, and ends above and below at
 once. Anatomy, tubes and noise have edges too, but not in a band with a straight top and bottom.
 
-A suspicion is a reason to look, and none is no proof that there is no text. How much is found, and how many images
-without text are suspected: docs/results/burned-in-text.md.
+A suspicion is a reason to look, and no suspicion does not prove that there is no text. How much is found, and how many
+images without text are suspected: docs/results/burned-in-text.md.
 """
 
 # Shape legend: H height, W width of an image at one scale.
@@ -55,8 +55,8 @@ class TextLine:
         edges: in each row of it, on a stretch as long as it is high, beyond those above or below it.
         top: its first row.
         left: its first column.
-        height: of its letters.
-        length: of the piece of it that was looked for; the line may go on at both ends.
+        height: the height of its letters.
+        length: the length of the piece of it that was looked for; the line may continue at both ends.
     """
 
     edges: float
@@ -82,7 +82,7 @@ class ValueRange:
 
     @property
     def span(self) -> float:
-        """From the lowest to the highest value."""
+        """The distance from the lowest to the highest value."""
         return self.high - self.low
 
     @classmethod
@@ -177,7 +177,7 @@ def strongest_line(
     Args:
         grey_HW: the image.
         value_range: its range.
-        enough_edges: of a line after which no other is looked for.
+        enough_edges: the edges of a line after which no other line is searched for.
         edge_steps: least heights of edges, shares of the range, ascending; lines are looked for by each.
     """
     min_step = edge_steps[0] * value_range.span
@@ -217,7 +217,7 @@ def _may_hold_turned_line(grey_HW: Values, value_range: ValueRange) -> bool:
     sampled_HW = np.ascontiguousarray(grey_HW[:, ::_SAMPLED_COLUMNS])
     min_step = _TURNED_EDGE_STEPS[0] * value_range.span
     sharp_HW = _sharp_steps(sampled_HW, min_step, value_range, axis=0)
-    # The total first: few images have so many edges, and counting by columns takes longer.
+    # The total first: few images have this many edges, and counting by columns takes longer.
     if np.count_nonzero(sharp_HW) < _MIN_SAMPLED_EDGES:
         return False
     num_edges_W = np.count_nonzero(sharp_HW, axis=0)
@@ -318,7 +318,7 @@ def _line_length(letter_height: int) -> int:
 
 
 def _crowded_parts(sharp_HW: Mask) -> Iterator[tuple[slice, slice]]:
-    """Yield the parts of an image in which edges stand as close together as in a line of text, or closer.
+    """Yield the parts of an image in which edges are as close together as in a line of text, or closer.
 
     Edges are counted in windows of 32 columns, eight columns apart, and as many rows as the lowest line has. A longer
     line than such a window has fewer edges in it.
@@ -392,7 +392,7 @@ def _lines(sharp_HW: Mask, by_chance: float) -> Iterator[TextLine]:
 
     Args:
         sharp_HW: where edges are.
-        by_chance: edges a pixel that a line has beyond those around it where there is none.
+        by_chance: the edges per pixel by which a line exceeds the lines around it by chance.
     """
     height, width = sharp_HW.shape
     # Beyond the image there are no edges: a line may touch its border.
@@ -471,7 +471,7 @@ def _edges_in_strips(
     left_N: NDArray[np.intp],
     length: int,
 ) -> NDArray[np.int32]:
-    """Return how many edges lie in strips of quiet rows, by the upper left corners of these in the integral image."""
+    """Return how many edges are in strips of quiet rows, by the upper left corners of these in the integral image."""
     bottom_N = top_N + _QUIET_ROWS
     right_N = left_N + length
     lower_N = integral_HW[bottom_N, right_N] - integral_HW[bottom_N, left_N]

@@ -58,9 +58,9 @@ def reads_letters(
     Args:
         grey_HW: the image.
         top: the first row of what may be a line of text.
-        left: its first column; the line may go on at both ends.
-        height: of its letters, pixels.
-        length: of the line, pixels.
+        left: its first column; the line may continue at both ends.
+        height: the height of its letters, pixels.
+        length: the length of the line, pixels.
     """
     program = reader_path()
     if program is None:
@@ -98,7 +98,7 @@ def _enlarged(
     factor: int,
     axis: int,
 ) -> Numbers:
-    """Return a part that is enlarged along one axis, linearly between neighbours: hard steps are no letters to it."""
+    """Return a part that is enlarged along one axis, linearly between neighbours: hard steps are not letters to it."""
     num = part.shape[axis]
     last = num - 1
     # Half-pixel centres: place p of the enlarged part is place (p + 1/2) / factor - 1/2 of this one.

@@ -122,7 +122,7 @@ def read(
 
 
 def _meaning_of(error: Exception) -> ImageError:
-    """Return what an exception of tifffile, which raises any kind, says of a directory."""
+    """Return what an exception of tifffile, which raises any kind, says about a directory."""
     if isinstance(error, MemoryError):
         return ImageError(Reason.MEMORY)
     if isinstance(error, tifffile.TiffFileError | struct.error) and "suspicious" not in str(error):
@@ -211,7 +211,7 @@ def _note_metadata(
     page: tifffile.TiffPage,
     metadata: Metadata,
 ) -> None:
-    """Look for what a person must know of, and refuse further images that are not in the list of pages."""
+    """Look for what a person must know about, and refuse further images that are not in the list of pages."""
     if page.imagedepth != 1:
         raise ImageError(Reason.UNSUPPORTED, "ImageDepth: a volume in one page")
     for name in ("ImageDescription", "Software", "XMP"):

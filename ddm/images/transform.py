@@ -97,7 +97,7 @@ class Transform:
 
     @property
     def recipe(self) -> str:
-        """Names all that the samples depend on besides the picture."""
+        """The name of everything that the samples depend on besides the picture."""
         spec = self.spec.model_dump(mode="json")
         data = self.data.model_dump(mode="json")
         return json.dumps([VERSION, spec, data])
@@ -299,7 +299,7 @@ def with_channels(
     Args:
         values: shape (C, ...).
         spec: the plan's.
-        num_channels: of the plan's samples.
+        num_channels: the number of channels of the plan's samples.
 
     Raises:
         DataError: the picture has a number of channels that the plan does not take.
@@ -354,7 +354,7 @@ def bounds(
 
     Args:
         values: the picture's, in the channels of the plan.
-        picture: knows window and full range of its file.
+        picture: states the window and the full range of its file.
         spec: the plan's.
 
     Raises:

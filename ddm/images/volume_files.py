@@ -42,9 +42,9 @@ def read_volumes(
     Args:
         content: the file.
         start: where the voxels begin, unpacked.
-        shape: of one volume, in the axes of the file, the first of which moves fastest.
+        shape: the shape of one volume, in the axes of the file, the first of which moves fastest.
         kind: type of a voxel.
-        num: of volumes.
+        num: the number of volumes.
 
     Raises:
         ImageError: truncated, much more than a footer behind the voxels, or a wrong check sum of gzip.
@@ -116,7 +116,7 @@ def picture_of_volume(
         values: shape (I, J, K, C).
         matrix: from voxels (i, j, k, 1) to mm to the patient's right, front and top.
         kind: the format.
-        window: that the file states.
+        window: the window that the file states.
         full: bounds of the file's type.
     """
     native_type = values.dtype.newbyteorder("=")

@@ -287,7 +287,7 @@ def _facts_of_json(text: str) -> dict[str, str | None]:
 
 
 def _problem(member: tarfile.TarInfo) -> str:
-    """Return why a member is no file that an archive of images should hold; empty where it is one."""
+    """Return why a member is not a file that an archive of images should hold; empty where it is one."""
     if member.issparse():
         return "a sparse member of an archive"
     if not member.isreg():
@@ -316,10 +316,10 @@ class _Archive(io.BufferedIOBase):
         self._num_header_bytes = 0
 
     def members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield the members that are no folders; `read_exactly` gives the content of one before the next is asked for.
+        """Yield the members that are not folders; `read_exactly` gives the content of one before the next is asked for.
 
         Raises:
-            ImageError: an archive that is damaged or cut short, or that goes on after its end.
+            ImageError: an archive that is damaged or cut short, or that continues after its end.
         """
         try:
             with tarfile.open(fileobj=self, mode="r:", encoding=_ENCODING) as tar:
@@ -372,7 +372,7 @@ class _Archive(io.BufferedIOBase):
         return block
 
     def read_exactly(self, num_bytes: int) -> bytes:
-        """Return so many bytes of a member.
+        """Return this many bytes of a member.
 
         Raises:
             ImageError: there are fewer, or they are compressed data with errors.

@@ -1,7 +1,7 @@
 """Decodes files in processes of their own, and yields what they find in the order of the files.
 
 Decoders are libraries in C that read what strangers wrote. A process that one of them crashes, hangs or fills with
-memory is replaced; the file that it had in hand then has a reason, and the other files go on.
+memory is replaced; the file that it had in hand then has a reason, and the other files continue.
 
 A file has `DecodeLimits.seconds`, and one second more for each of its MB. Only the time counts in which this process
 listens to the decoder. A decoder that waits for a processor or for the disk, as on a busy machine, may take `_BUSY`
@@ -71,8 +71,8 @@ class DecodeJob:
     Attributes:
         path: the file.
         files: the file, and what belongs to it, such as labels in a file beside it.
-        num_bytes: of them all.
-        known_digest: of the content that an earlier scan decoded; the same content is not decoded again.
+        num_bytes: the number of bytes of all of them.
+        known_digest: the digest of the content that an earlier scan decoded; the same content is not decoded again.
     """
 
     path: str
@@ -105,7 +105,7 @@ class DecodedFile:
 
     Attributes:
         job: the file.
-        digest: of its content; empty if it could not be read.
+        digest: the digest of its content; empty if it could not be read.
         unchanged: the content has the known digest, and was not decoded again.
         reason: why it gives no picture, or no more pictures.
         detail: more about the reason.
@@ -125,7 +125,7 @@ class DecoderOptions:
     Attributes:
         limits: for each file.
         key: secret of the pseudonyms and fingerprints in records.
-        num_processes: that decode.
+        num_processes: the number of processes that decode.
         with_values: whether pictures come with their values.
         order_key: secret of the order of patients; empty if that order is not needed.
         patient_rule: which characters of an identifier distinguish patients.
@@ -513,7 +513,7 @@ class _DecoderProcess:
 
 
 class _PictureFields(Model):
-    """What a decoder says of a picture beside its record; see `Picture`."""
+    """What a decoder says about a picture beside its record; see `Picture`."""
 
     spacing: tuple[float, ...] | None
     window: Bounds | None

@@ -1,8 +1,8 @@
 """Turns arrays of a caller into tensors: NumPy's, pandas', nested lists, or tensors already.
 
 `torch.as_tensor` takes no negative strides and no foreign byte order, warns of memory that is read-only, and drops a
-mask in silence; complex numbers lose their imaginary part further on. Whatever can be copied without loss is copied
-here; the rest is refused by the name of the caller's argument.
+mask silently; complex numbers lose their imaginary part further on. Whatever can be copied without loss is copied here;
+the rest is refused by the name of the caller's argument.
 """
 
 import operator
@@ -59,7 +59,7 @@ def whole_number(value: Any, subject: str, *, least: int) -> int:
     """Return a whole number; NumPy's and a tensor's are taken, truth values and fractions are not.
 
     Args:
-        value: of a caller.
+        value: the value of a caller.
         subject: the name of the argument, for errors.
         least: the least that it may be.
 

@@ -3,7 +3,7 @@
 The head, written after the line, is the number of records and the digest of the last. A log shorter than its head was
 cut; one that is a single record longer was interrupted between the two writes. Half a line after the last record is an
 unfinished write, and is removed. Anything else is refused. If both files are restored together to an older state, they
-look genuine here: only who knows a later head notices.
+look genuine here: only somebody who knows a later head notices.
 """
 
 import os
@@ -62,9 +62,9 @@ class ChainFormat(Generic[RecordT]):
     """The kind of a chain: its records, its bounds and its errors.
 
     Attributes:
-        name: in errors.
+        name: its name in errors.
         parse_record: parses one line; raises pydantic's `ValidationError`.
-        head_model: of its head's document.
+        head_model: the model of its head's document.
         genesis: what the first record names as the one before it.
         max_records: how many records it may have.
         error: raised where it is damaged.
@@ -256,7 +256,9 @@ class Chain(Generic[RecordT]):
                 record = self.format.parse_record(line)
             except (DocumentError, ValidationError) as error:
                 raise self.format.error(
-                    subject, expected="a record as it was written", got="a line that is not one"
+                    subject,
+                    expected="a record as it was written",
+                    got="a line that is not a record",
                 ) from error
             # Of several JSON texts with the same values only one is genuine, or the digest would be open to choice.
             is_canonical = record.encode() == line

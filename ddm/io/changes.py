@@ -73,7 +73,7 @@ class Change:
                 str(home / _WAITING),
                 expected="a change that waits for signatures",
                 got="no such folder",
-                remedy="Nothing is to be completed. A command that needs signatures of holders starts such a change.",
+                remedy="There is nothing to complete. A command that needs signatures of holders starts such a change.",
             )
         return cls(home, home / _WAITING)
 

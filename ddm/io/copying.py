@@ -20,8 +20,8 @@ def copy_tree_bounded(
     """Copy the regular files of a hostile folder durably, following no link and stopping at `max_bytes` in all.
 
     The copies are files of their own, which nobody who can write to `source` can write to: after a rename or with a
-    hard link, whoever had a file open could go on writing to it. The kernel moves the bytes, shares the blocks where
-    the file system can, and holes stay holes, so that this costs neither memory nor, at best, time.
+    hard link, anybody who had a file open could continue writing to it. The kernel moves the bytes, shares the blocks
+    where the file system can, and holes stay holes, so that this costs neither memory nor, at best, time.
 
     Raises:
         UnsafePathError: a link, a special file, or more than `max_entries` files and folders.
@@ -62,7 +62,7 @@ def copy_documents(source: Path, destination: Path) -> None:
 
 
 def _data_ranges(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a file's first `size` bytes that are no holes."""
+    """Yield the parts of a file's first `size` bytes that are not holes."""
     end = 0
     while end < size:
         try:

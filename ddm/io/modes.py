@@ -36,7 +36,7 @@ def keep_private() -> None:
 
 def keep_writing_private() -> None:
     """Let only the owner write what this process and its children create from now on; who reads it stays as it was."""
-    # Whoever could write to a reader's memory or to the folder above it could put another memory there.
+    # Anybody who could write to a reader's memory or to the folder above it could put another memory there.
     os.umask(os.umask(_UMASK) | _WRITING_OF_OTHERS)
 
 

@@ -1,8 +1,8 @@
-"""Folders in which nobody but one user can put anything: made, or refused where another user could.
+"""Folders in which only one user can write: makes them, and refuses all others.
 
-Whoever can write in a folder can put a link in the place of a file, and whoever can write above it can put another
-folder in its place. So in a place that several users share every folder on the way counts, as for the keys of ssh
-(`StrictModes`). Root is trusted.
+Anybody who can write in a folder can put a link in the place of a file, and anybody who can write above it can put
+another folder in its place. So in a place that several users share every folder on the way counts, as for the keys of
+ssh (`StrictModes`). Root is trusted.
 """
 
 import grp
@@ -52,7 +52,7 @@ def make_own_folder(folder: Path) -> None:
 
 
 def require_own_folder(folder: Path) -> None:
-    """Refuse a folder that is not this user's alone to write; those above it are not looked at.
+    """Refuse a folder in which another user can write; those above it are not checked.
 
     Raises:
         UnsafePathError: it is a link, another user's, or another user could put something into it.
@@ -69,7 +69,7 @@ def require_own_folder(folder: Path) -> None:
 
 
 def find_danger(folder: Path, user: int) -> str | None:
-    """Return who else could put something in a place of this user's: at the path, or above it; None for nobody.
+    """Return who else could write at a path of this user, or above it; None if nobody could.
 
     Args:
         folder: an absolute path, which may lead over links.
@@ -95,7 +95,7 @@ def _make(folder: Path) -> None:
 def _refuse(folder: Path, danger: str) -> NoReturn:
     raise UnsafePathError(
         str(folder),
-        expected="a folder into which this user alone can put anything",
+        expected="a folder in which only this user can write",
         got=danger,
         remedy="Take the folder that is named from others (chown, chmod go-w), or use another place. Remove a folder "
         "in which others could write: what is in it may be theirs.",

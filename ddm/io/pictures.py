@@ -48,7 +48,7 @@ def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) 
     """Turn images, shape (N, C, H, W) with C 1 or 3, into uint8 (N, H, W, 3); of a volume, its middle slice.
 
     Args:
-        images: whose values are clipped.
+        images: the images whose values are clipped.
         value_range: the values that become 0 and 255.
     """
     if images.dim() == 5:  # (N, C, D, H, W)
@@ -62,10 +62,10 @@ def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) 
 
 
 def check_pictures(shape: Sequence[int], subject: str = "samples") -> None:
-    """Refuse samples that are no pictures.
+    """Refuse samples that are not pictures.
 
     Args:
-        shape: of a sample.
+        shape: the shape of a sample.
         subject: what is refused.
 
     Raises:
@@ -99,7 +99,7 @@ def grid(
     Args:
         images: as `to_pixels` takes them.
         owners: the expert of each image, shown by the colour of its edge.
-        columns: of the grid.
+        columns: the number of columns of the grid.
         value_range: the values of black and white.
     """
     pixels = to_pixels(images, value_range)
@@ -130,7 +130,7 @@ def grid(
 
 @dataclass(frozen=True)
 class _Marks:
-    """What every file says of itself.
+    """What every file says about itself.
 
     Attributes:
         basic: what holds for all samples.
@@ -246,7 +246,7 @@ def prepare_output(out: Path, shape: Sequence[int] | None = None) -> None:
 
     Args:
         out: as in `write_samples`.
-        shape: of a sample; None where it is not known yet.
+        shape: the shape of a sample; None where it is not known yet.
 
     Raises:
         SetupError: another ending, a folder with an ending, a file without one, NIfTI for images that are not volumes,
@@ -323,7 +323,7 @@ def _encode_volumes(volumes: "Tensor", marks: dict[str, str], *, compress: bool)
 
     Args:
         volumes: shape (N, C, D, H, W); the file's axes are W, H, D, N and C, the last two where longer than 1.
-        marks: what the file says of itself; `Synthetic` and `Release` are in its field `descrip` too.
+        marks: what the file says about itself; `Synthetic` and `Release` are in its field `descrip` too.
         compress: for a name that ends in .nii.gz.
     """
     import nibabel

@@ -66,7 +66,7 @@ def _add_tables(values: dict[str, object], added: Mapping[str, object], path: Pa
         if name in values:
             raise SetupError(
                 f"{path}, field {name}",
-                expected="no such table beside the options that state it",
+                expected="either this table or the options that state it",
                 got=f"a table [{name}]",
                 remedy=f"Take the table [{name}] out of {path.name}, or leave the options out.",
             )

@@ -1,7 +1,7 @@
 """Cells of CSV files that people open in a spreadsheet, which runs a cell as a formula if it begins with some signs.
 
-The attack: whoever names a file of an export ``=HYPERLINK(...)`` or ``@SUM(...)`` has the spreadsheet of whoever opens
-the list of left-out images send data, or start a program.
+The attack: anybody who names a file of an export ``=HYPERLINK(...)`` or ``@SUM(...)`` has the spreadsheet of the one
+who opens the list of left-out images send data, or start a program.
 """
 
 # OWASP, "CSV Injection".

@@ -376,7 +376,7 @@ def save_tensors(
     as the library does, the header padded with blanks to a multiple of eight bytes.
 
     Args:
-        path: where to.
+        path: the file to write.
         tensors: name to tensor, on any device, of any strides.
         metadata: short strings, 4 KiB in all.
 

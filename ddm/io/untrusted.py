@@ -132,7 +132,7 @@ def _open_folder(path: Path | str, subject: str, within: int | None = None) -> I
 
 @contextmanager
 def open_regular(path: Path, subject: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file that is no link itself, wherever its folder is; otherwise as `open_below`."""
+    """Open a regular file that is not a link itself, wherever its folder is; otherwise as `open_below`."""
     with open_below(path.parent, path.name, subject) as opened:
         yield opened
 
@@ -180,7 +180,7 @@ def _open_file_below(folder: Path, relative: str, subject: str, make: bool) -> i
             os.close(current)
             current = below
         access = os.O_RDWR | os.O_CREAT if make else os.O_RDONLY
-        # Without a name this opens the folder itself, which the caller refuses because it is no regular file.
+        # Without a name this opens the folder itself, which the caller refuses because it is not a regular file.
         return os.open(name or ".", access | _FILE_FLAGS, 0o644, dir_fd=current)
     except FileNotFoundError as error:
         raise AbsentFileError(subject, expected="a file", got="nothing there") from error

@@ -57,7 +57,7 @@ class AssemblySettings:
 
     Attributes:
         partial: publish without the islands that are not trained, shares renormalised.
-        seed: of the router's training.
+        seed: the seed of the router's training.
         device: where a router on images is trained, and where images are drawn for the report.
         on_router_step: called with the router's step, number of steps and held-out loss.
         on_draw: called, while images are drawn for the report, with the batches done and the batches in all.
@@ -75,7 +75,7 @@ class AssembledRelease:
     """What was published.
 
     Attributes:
-        manifest: of this version.
+        manifest: the manifest of this version.
         router: how the router did.
     """
 
@@ -136,7 +136,7 @@ def _trained_islands(islands: Islands, *, partial: bool) -> tuple[int, ...]:
     num_islands = len(islands.split.islands)
     missing = missing_islands(islands)
     expected = "a trained expert"
-    # Even a partial release needs one expert, so that --partial is no remedy where none is trained.
+    # Even a partial release needs one expert, so that --partial is not a remedy where none is trained.
     if len(missing) < num_islands:
         if partial or not missing:
             return tuple(number for number in range(num_islands) if number not in missing)
@@ -171,7 +171,7 @@ def _sign_plan_of_seed(islands: Islands, passphrase: bytes) -> None:
         raise DigestError(
             "the seed",
             expected=f"the one of the signed plan, sha256 {signed_digest[:16]}...",
-            got=f"one from which a plan with sha256 {plan.digest[:16]}... follows",
+            got=f"the seed of another plan, sha256 {plan.digest[:16]}...",
             remedy=(
                 "Put back the folders seed and plan as they were when the first version was published. For another "
                 "seed, split the data set again."

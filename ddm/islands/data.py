@@ -34,7 +34,7 @@ class Dataset:
 
         Raises:
             MissingFileError: nothing at `path`.
-            DataError: no images in it, of another shape or range, or such as cannot be used, by their files' names.
+            DataError: no images in it, of another shape or range, or images that cannot be used, by their files' names.
         """
         opened = open_image_set(path, spec, transform, subject="data")
         return cls(path, opened.read(), opened)
@@ -57,7 +57,7 @@ class Dataset:
         return cells
 
     def remarks(self) -> list[str]:
-        """Return what the owner should know of how the images were read, and of how they use their range."""
+        """Return what the owner should know about how the images were read, and of how they use their range."""
         return [*self.opened.remarks, *self.opened.range_remarks(self.images)]
 
     def values(self, name: str) -> TextColumn:
@@ -72,7 +72,7 @@ class Dataset:
         """Read the column `labels` as classes, int64; by number, or by the names that the recipe gives them.
 
         Raises:
-            MissingFileError, DataError: see `column`; or labels that are no classes.
+            MissingFileError, DataError: see `column`; or labels that are not classes.
         """
         return class_numbers(self.column("labels"), classes, "column labels")
 
@@ -80,7 +80,7 @@ class Dataset:
         """Read the column `captions` as texts.
 
         Raises:
-            DataError: see `column`; or captions that are no text.
+            DataError: see `column`; or captions that are not text.
         """
         captions = self.column("captions")
         # NumPy's kinds of text: of one length, or Python objects.

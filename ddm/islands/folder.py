@@ -48,11 +48,12 @@ class Split(Document):
     """How one owner's data set was divided.
 
     Attributes:
-        plan_digest: of the plan; where islands start from a seed, of the seed's plan, which theirs follows from.
+        plan_digest: the digest of the plan; where islands start from a seed, of the seed's plan, which theirs follows
+            from.
         by: clusters of features, at random, or the values of a column.
         column: the column's name.
         data: the file's name.
-        seed: of the random division.
+        seed: the seed of the random division.
         training_from_seed: how each island is trained after the seed that all start from; null where there is none.
     """
 
@@ -161,12 +162,12 @@ class Islands(PublisherFolder):
 
     @property
     def bundle(self) -> Path:
-        """Holds `plan.json` and the files of the plan."""
+        """The folder that holds `plan.json` and the files of the plan."""
         return self.path / "plan"
 
     @property
     def router(self) -> Path:
-        """Holds what the router is made from."""
+        """The folder of what the router is made from."""
         return self.path / "router"
 
     @property

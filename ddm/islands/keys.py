@@ -74,7 +74,7 @@ def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) 
 
     Args:
         islands: holds keys, root and the plan's files.
-        plan: of the islands.
+        plan: the plan of the islands.
         name: the owner's, in the log.
         passphrase: opens the keys.
     """

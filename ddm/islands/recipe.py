@@ -20,10 +20,10 @@ class OwnerRecipe(Settings):
 
     Attributes:
         name: what the releases are called.
-        licence: of the releases.
+        licence: the licence of the releases.
         cite: how to cite them.
         fit_images: the maximum number of images, drawn at random, to fit encoder, clusters, sketch and router on.
-        num_groups: groups of fine centroids that the router distinguishes; by default 128, or `[statistics]` says.
+        num_groups: groups of fine centroids that the router distinguishes; by default 128, or as `[statistics]` states.
     """
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")] = "islands"
@@ -36,7 +36,7 @@ class OwnerRecipe(Settings):
 class IslandsRecipe(SharedRecipe):
     """One TOML file: how one owner's data set is divided, and how each island's expert is trained.
 
-    A federation's recipe is one too: its statistics, audit and limits are not used, since nothing leaves anybody.
+    A federation's recipe is one too: its statistics, audit and limits are not used, since nothing leaves the owner.
 
     Attributes:
         base: the public expert that training starts from, whichever weights `expert.adaptation` then trains; the

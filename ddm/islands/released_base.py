@@ -30,7 +30,7 @@ def open_released_base(recipe: IslandsRecipe) -> BaseSource | None:
             f"recipe, base.release {chosen.release}",
             expected="a release of islands",
             got="a release of a federation, whose silos agree to a base for their federation's plans alone",
-            remedy="Start from a release of your own islands. A plan of the federation starts from it by "
-            "--from-release.",
+            remedy="Start from a release of your own islands. A plan of the federation starts "
+            "from it with --from-release.",
         )
     return expert_source(release, chosen.expert, frozenset())

@@ -68,7 +68,7 @@ class RouterTraining:
         islands: the folder.
         files: the plan's tensors.
         present: the numbers of the islands that are trained, ascending.
-        seed: of initial weights, batches and noise.
+        seed: the seed of initial weights, batches and noise.
         device: where a router on images is trained.
         on_progress: called with step, number of steps and held-out loss.
     """

@@ -60,7 +60,8 @@ def divide_budget(
     """Divide the training of islands between a seed and the islands.
 
     Args:
-        whole: of an island as if there were no seed, but at the learning rate of one that starts from a base.
+        whole: the training of an island as if there were no seed, but at the learning rate of one that starts from a
+            base.
         share: the seed's, in (0, 1).
         num_islands: how many islands there are.
         batch_size: images in a step of the seed; None for those that all islands see in a step.
@@ -101,7 +102,7 @@ def plan_from_seed(seed_plan: Plan, training: Training, seed: TrainedSeed) -> Pl
 
     Args:
         seed_plan: by which the seed was trained.
-        training: of each island.
+        training: the training of each island.
         seed: as it was trained.
     """
     seed_training = seed_plan.expert.training

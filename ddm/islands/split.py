@@ -89,7 +89,7 @@ class Division:
 
 @dataclass(frozen=True)
 class DividedData:
-    """A data set with its division, and what encoder and clusters say of it.
+    """A data set with its division, and what encoder and clusters say about it.
 
     Attributes:
         dataset: the images.

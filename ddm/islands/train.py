@@ -69,7 +69,7 @@ def train_island(
     check_number(islands, number)
     folder = islands.island(number)
     with _lock_training(folder.path, f"island {number}"):
-        # The record is written last, so that an interrupted training goes on from its checkpoint.
+        # The record is written last, so that an interrupted training continues from its checkpoint.
         if not folder.is_trained:
             _train(islands, number, settings, on_progress, should_stop)
         discard_job(folder.job)
@@ -92,7 +92,7 @@ def train_seed(
             "--seed-only",
             expected="islands that start from a seed",
             got="islands that were split without one",
-            remedy="Leave --seed-only out. A seed is asked for by --seed-share when the data set is split.",
+            remedy="Leave --seed-only out. To have a seed, split the data set again with --seed-share.",
         )
     folder = islands.seed
     with _lock_training(folder.path, "the seed"):
@@ -182,8 +182,8 @@ def _lock_training(folder: Path, subject: str) -> Iterator[None]:
                 expected="no other process that trains it",
                 got="one that does",
                 remedy=(
-                    "Wait for it. Other islands, once there is a seed if they start from one, can be trained "
-                    "meanwhile: each takes its own process or job."
+                    "Wait for it. Meanwhile, other islands can be trained, each in a process or "
+                    "job of its own; if they start from a seed, it must be trained first."
                 ),
             ) from error
         yield

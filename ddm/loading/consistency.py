@@ -326,14 +326,14 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
                 expected=f"{described}, as manifest.json or plan.json lists",
                 got=_describe_signed(verified, file.path),
             )
-    # These were made after the manifest, which they are about; the plan's proofs are no part of it either.
+    # These were made after the manifest, which they are about; the plan's proofs are not part of it either.
     unlisted_by_design = {"manifest.json", MODEL_SIGNATURE_NAME, *LOG_NAMES, *PLAN_LOG_NAMES}
     extra = set(verified.files) - {file.path for file in listed} - unlisted_by_design
     if extra:
         raise DigestError(
             min(extra),
             expected="a file that the manifest lists",
-            got=f"{len(extra)} that it does not",
+            got=f"{len(extra)} files that it does not list",
         )
 
 
@@ -346,7 +346,7 @@ def _check_unread_files(verified: VerifiedRelease, manifest: Manifest) -> None:
         raise DigestError(
             min(unread),
             expected="an expert that the manifest lists",
-            got="an unread file that it does not",
+            got="an unread file that it does not list",
         )
 
 

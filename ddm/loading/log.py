@@ -68,7 +68,7 @@ class LogView:
         if is_larger or is_unproved:
             raise TrustError(
                 subject,
-                expected=f"a checkpoint that this release, of {mine.size} entries, holds a proof for",
+                expected=f"a checkpoint for which this release, with a log of {mine.size} entries, contains a proof",
                 got=f"one of {signed.size} entries",
                 remedy="Compare both with the whole log: `ddm log LOG --root FILE --checkpoint FILE`.",
             )

@@ -13,8 +13,8 @@ def expert_memory_bytes(
     """Return the maximum number of bytes of the experts' weights in memory; None where all of them fit at once.
 
     Args:
-        plan: of the verified release.
-        manifest: of the same release.
+        plan: the plan of the verified release.
+        manifest: the manifest of the same release.
         limit: on everything together.
         beside: bytes of what is done with the experts.
         remedy: what to change where the limit is too low.

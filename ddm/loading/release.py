@@ -62,7 +62,7 @@ class Release:
     def fetch_experts(
         self, numbers: Iterable[int] | None = None, on_progress: OnProgress = no_progress
     ) -> None:
-        """Fetch experts of a release on a host that are not here yet; of any other release all are.
+        """Fetch the experts of a release on a host that are not here yet; other releases have all of them.
 
         Args:
             numbers: their places in the manifest; all experts where omitted.
@@ -140,7 +140,7 @@ def open_release(
         accepted_keys: fingerprints that may take the place of remembered ones, by silo id.
         archived: accept an expired timestamp.
         experts_later: do not read the experts yet; `load_expert` checks each one's digest on the bytes that it loads.
-            Of a release on a host they are not fetched yet either: see `Release.hosted`.
+            If the release is on a host, they are not fetched yet either: see `Release.hosted`.
         log_requirements: what the reader demands of the log; nothing is remembered of a release that does not fulfil
             it.
 

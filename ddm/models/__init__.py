@@ -150,7 +150,7 @@ def training_flops(
     num_images_seen: int,
     condition: Condition = NoCondition(),
 ) -> int:
-    """Return the operations of all matrix products and convolutions, forward and backward, over so many samples.
+    """Return the operations of all matrix products and convolutions, forward and backward, over this many samples.
 
     Raises:
         ShapeError, SetupError: see `build_expert`.

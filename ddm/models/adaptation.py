@@ -71,9 +71,9 @@ def adapt(
     """Prepare an expert for training: only the weights that the adaptation names require a gradient.
 
     Args:
-        expert: with the weights that training starts from; changed in place.
+        expert: the expert with the weights that training starts from; changed in place.
         adaptation: the plan's.
-        seed: of the added weights; the caller's random state is left as it was.
+        seed: the seed of the added weights; the caller's random state is left as it was.
 
     Returns:
         The same expert, called as before; its outputs are unchanged until it is trained.
@@ -117,7 +117,7 @@ def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, T
     """Return the weights of the whole expert.
 
     Args:
-        weights: of an expert that `adapt` returned, by name.
+        weights: the weights of an expert that `adapt` returned, by name.
         adaptation: the same.
     """
     if not isinstance(adaptation, LoraAdaptation):

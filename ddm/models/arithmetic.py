@@ -27,8 +27,8 @@ class Arithmetic:
     """How experts compute while they are sampled.
 
     Args:
-        dtype: of matrix products: float32; tf32, float32 whose products a GPU rounds to 10 bits of mantissa; bfloat16,
-            with 7 bits; or float16, with 10 bits and a range that ends at 65,504, on a GPU only.
+        dtype: the dtype of matrix products: float32; tf32, float32 whose products a GPU rounds to 10 bits of mantissa;
+            bfloat16, with 7 bits; or float16, with 10 bits and a range that ends at 65,504, on a GPU only.
         compile: let torch compile the networks: up to minutes before the first step, then faster ones.
     """
 

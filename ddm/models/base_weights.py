@@ -38,7 +38,7 @@ class BaseWeights:
 
     Attributes:
         tensors: float32.
-        shape: of a sample of the base, in its experts' space; None where nobody stated it.
+        shape: the shape of a sample of the base, in its experts' space; None where nobody stated it.
         notes: what is not as it was already, in words.
     """
 
@@ -98,9 +98,9 @@ def fit_base(
 
     Args:
         base: the weights.
-        architecture: of the plan's experts.
-        shape: of a sample, as the plan's experts see it.
-        condition: of the plan's experts.
+        architecture: the architecture of the plan's experts.
+        shape: the shape of a sample, as the plan's experts see it.
+        condition: the condition of the plan's experts.
 
     Raises:
         TensorFileError: a tensor does not fit, and there is no known way; it names the tensor.
@@ -286,7 +286,7 @@ def _check(
         if name not in specs:
             raise TensorFileError(
                 f"base, tensor {ascii(name[:_MAX_SHOWN])}",
-                expected=f"none but the {len(specs)} tensors of the {architecture.kind}",
+                expected=f"only the {len(specs)} tensors of the {architecture.kind}",
                 got="a tensor that this network does not have",
                 remedy=_REMEDY,
             )

@@ -160,8 +160,8 @@ def weights_of(
     Args:
         layout: the class of diffusers.
         config: its parsed configuration, of the class in `CONFIGS`.
-        tensors: of its file, float32.
-        architecture: of the plan's experts.
+        tensors: the tensors of its file, float32.
+        architecture: the architecture of the plan's experts.
 
     Raises:
         SetupError: the architecture is of another kind, or differs in what no tensor's shape shows.
@@ -434,8 +434,8 @@ def unet_tensors(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[st
     """Return the weights of a `unet` by the names of diffusers: the inverse of `weights_of`.
 
     Args:
-        names: of the tensors of a `UNet2DModel` with `unet_settings`.
-        tensors: of the `unet`.
+        names: the names of the tensors of a `UNet2DModel` with `unet_settings`.
+        tensors: the tensors of the `unet`.
 
     Raises:
         TensorFileError: a tensor is missing, or left over; it is named.
@@ -464,7 +464,7 @@ def _mmdit_weights(source: _Source, config: Sd3Config, architecture: Mmdit) -> B
     _require("depth", config.num_layers, architecture.depth)
     _require("shared_depth", 0, architecture.shared_depth)
     # Positions are computed. What brings a text to the width has another form there: a plan's texts are read by an
-    # encoder of its own, so that those layers begin anew.
+    # encoder of its own, so that those layers begin again.
     for name in list(source.tensors):
         if name.startswith(
             ("pos_embed.pos_embed", "context_embedder.", "time_text_embed.text_embedder.")

@@ -38,7 +38,7 @@ class NetworkSize:
     """How large a network is.
 
     Attributes:
-        parameters: trained numbers.
+        parameters: the number of trained weights.
         buffers: values that are computed when it is built, such as positions.
         activations: values of one sample.
     """
@@ -53,11 +53,11 @@ class NetworkSize:
         return FLOAT_BYTES * self.parameters
 
     def forward_bytes(self, batch: int) -> int:
-        """Return the bytes of a forward pass of so many samples, without the weights."""
+        """Return the bytes of a forward pass of this many samples, without the weights."""
         return FLOAT_BYTES * (_BUFFER_COPIES * self.buffers + batch * self.activations.forward)
 
     def training_bytes(self, batch: int) -> int:
-        """Return the bytes of a training step on so many samples, weights and optimiser included."""
+        """Return the bytes of a training step on this many samples, weights and optimiser included."""
         weights = _TRAINING_COPIES * self.bytes
         return weights + self.forward_bytes(batch) + FLOAT_BYTES * batch * self.activations.gradient
 
@@ -109,5 +109,5 @@ def size_of(network: ExpertNetwork) -> NetworkSize:
 
 
 def num_parameters(network: nn.Module) -> int:
-    """Count the trained numbers of a network."""
+    """Count the trained weights of a network."""
     return sum(parameter.numel() for parameter in network.parameters())

@@ -34,7 +34,7 @@ class StoredTensor:
 
     Attributes:
         path: the file.
-        offset: of its first byte.
+        offset: the offset of its first byte.
         shape: its shape.
     """
 

@@ -49,7 +49,7 @@ def serve_private_page(
     Args:
         make_routes: what it answers; a change is sent as JSON, by POST.
         on_listening: called with the page's address, which is a secret.
-        limits: what clients may take up.
+        limits: the resources that clients may use.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
@@ -106,7 +106,7 @@ async def body_of(request: Request) -> bytes:
 
 
 class TokenFilter:
-    """Answers only what is asked below a secret path, and takes it off."""
+    """Answers only requests below a secret path, and removes that path from them."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

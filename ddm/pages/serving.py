@@ -41,15 +41,15 @@ _POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What clients of a server may take up; the defaults suit a page for one browser, which opens six connections.
+    """The resources that clients of a server may use; the defaults suit a page for one browser with six connections.
 
     Attributes:
         connection_s: most seconds of one connection.
         head_s: most seconds until a request's head is there; a browser on this machine sends it in milliseconds.
         stall_s: most seconds during which a client takes nothing of an answer.
-        max_connections: of everybody.
-        max_of_one_peer: of one user or address other than this process's own user.
-        max_of_peers: of all of these together.
+        max_connections: most connections of all clients together.
+        max_of_one_peer: most connections of one user or address other than this process's own user.
+        max_of_peers: most connections of all of these together.
         stop_s: most seconds for which a server that ends waits for its connections; None waits until they end.
     """
 
@@ -71,7 +71,7 @@ def check_exposure(
     """Refuse an address that other machines can reach, unless the operator allows it.
 
     Args:
-        address: on which to listen.
+        address: the address to listen on.
         expose: whether the operator gave --expose.
         remedy: what to do instead.
 
@@ -121,7 +121,7 @@ def server_of(
 
     Args:
         app: answers requests.
-        limits: what clients may take up.
+        limits: the resources that clients may use.
         on_stop: called when the server begins to end, before it waits for its connections.
     """
     config = uvicorn.Config(
@@ -160,7 +160,7 @@ class _Server(uvicorn.Server):
 
 
 def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Answer who connects until the server ends.
+    """Answer every client until the server ends.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM, however early.
@@ -178,7 +178,7 @@ class PlacesForPeers:
 
     The attack: another user of the machine opens connections, sends nothing on them, and the server answers everybody
     else that it is busy. Others are not refused altogether, since the page may be read through an SSH tunnel, whose end
-    on this machine is a process of whoever logged in; the page's secret address is what keeps others out.
+    on this machine is a process of the one who logged in; the page's secret address is what keeps others out.
     """
 
     def __init__(self, limits: ConnectionLimits = PAGE_LIMITS) -> None:
@@ -192,8 +192,8 @@ class PlacesForPeers:
         """Return the users of this machine who have the other ends of connections, by the client's address.
 
         All connections that are accepted in one turn of the loop take one look at the kernel's table: with one look for
-        each, whoever opens connections one after another would keep the server busy. The next turn looks again, since
-        another user may have the same address by then.
+        each, anybody who opens connections one after another would keep the server busy. The next turn looks again,
+        since another user may have the same address by then.
         """
         if self._users is None:
             self._users = users_at(server)
@@ -223,7 +223,7 @@ class BriefProtocol(H11Protocol):
     """HTTP/1.1 with limits on each connection, so that slow or many clients cannot keep others from the page.
 
     Attributes:
-        limits: of this server.
+        limits: the limits of this server.
         places: counts the connections of this server.
     """
 
@@ -280,7 +280,7 @@ class BriefProtocol(H11Protocol):
         self._watch_reader()
 
     def _watch_reader(self, unsent_bytes: int | None = None) -> None:
-        """End the connection when the client takes nothing for some time; one that reads slowly may go on."""
+        """End the connection when the client takes nothing for some time; one that reads slowly may continue."""
         if self._is_watched and unsent_bytes is None:
             return
         now_unsent_bytes = self.transport.get_write_buffer_size()

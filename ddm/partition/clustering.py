@@ -69,8 +69,8 @@ class Clusters:
                 expected="finite numbers",
                 got="NaN or infinity",
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
         _check_indices("coarse cluster", self.coarse_F, num_coarse)
@@ -83,8 +83,8 @@ class Clusters:
                 expected="each in one coarse cluster",
                 got=f"{num_groups} groups with {len(pairs)} coarse clusters between them",
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
 
@@ -116,8 +116,8 @@ def _check_indices(name: str, index_F: Tensor, num: int) -> None:
             expected=f"0 to {num - 1}",
             got=f"{lowest} to {highest}",
             remedy=(
-                "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                "cannot change that."
+                "Ask the aggregator for another plan: this one contradicts itself, and "
+                "policy.toml cannot change that."
             ),
         )
     num_used = len(torch.unique(index_F))
@@ -127,8 +127,8 @@ def _check_indices(name: str, index_F: Tensor, num: int) -> None:
             expected=f"{num}, each with a fine centroid",
             got=f"only {num_used} with one",
             remedy=(
-                "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                "cannot change that."
+                "Ask the aggregator for another plan: this one contradicts itself, and "
+                "policy.toml cannot change that."
             ),
         )
 
@@ -158,7 +158,7 @@ def fit_clustering(
         num_fine: number of fine centroids.
         num_coarse: number of coarse clusters, at most `num_groups`.
         num_groups: number of groups in the counts, at most `num_fine`.
-        seed: of the initial centroids; the features are public, so privacy does not depend on it.
+        seed: the seed of the initial centroids; the features are public, so privacy does not depend on it.
         balanced: give the coarse clusters about equal numbers of public images (`_balance`).
 
     Raises:

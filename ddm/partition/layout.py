@@ -42,7 +42,7 @@ def silo_parts(
     Args:
         partition: the plan's.
         silo_id: the silo.
-        clusters: the plan's; its groups lie within coarse clusters.
+        clusters: the plan's; its groups are within coarse clusters.
         noisy_G: the silo's released histogram over groups.
     """
     clusters_with_expert: list[int] = []
@@ -96,7 +96,7 @@ def part_of_images(
         partition: the plan's.
         parts: the silo's, from `silo_parts`.
         group_N: each image's public group.
-        seed: of a random partition, whose parts differ in size by at most one.
+        seed: the seed of a random partition, whose parts differ in size by at most one.
     """
     if isinstance(partition, RandomPartition):
         generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,9 @@
 """Exact nearest-centroid search: a fast matrix product with bounded rounding, then exact comparison of candidates.
 
 Half the squared distances come from one product in float32, or twice to many times as fast in bfloat16 where the
-processor multiplies in it. Every centroid that may be the nearest within the rounding bound is a candidate, on average
-one to three. Candidates are compared in float32, and those still undecided in float64, so the result is that of float64
-anywhere.
+processor computes such products. Every centroid that may be the nearest within the rounding bound is a candidate, on
+average one to three. Candidates are compared in float32, and those still undecided in float64, so the result is that of
+float64 anywhere.
 """
 
 import warnings

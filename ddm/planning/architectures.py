@@ -31,7 +31,7 @@ class SamplesRecipe(SamplesSettings):
         return _expand_size(table, Dit)
 
     def plain(self) -> SamplesSettings:
-        """Return what a plan says of it."""
+        """Return what a plan says about it."""
         return SamplesSettings.model_construct(
             **{name: getattr(self, name) for name in SamplesSettings.model_fields}
         )
@@ -86,7 +86,7 @@ class ExpertRecipe(Expert):
     architecture: Annotated[Architecture, BeforeValidator(_expand_architecture)]
 
     def plain(self, *, has_base: bool = False, has_seed: bool = False) -> Expert:
-        """Return what a plan says of it.
+        """Return what a plan says about it.
 
         Args:
             has_base: whether training starts from a base; without an adaptation, all weights are trained from it.

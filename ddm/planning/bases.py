@@ -112,9 +112,9 @@ class BaseSource:
 
     Attributes:
         weights: its weights.
-        grid: of patches whose places it knows; None for a network without patches, or where nobody stated it.
+        grid: the grid of patches whose places it knows; None for a network without patches, or where nobody stated it.
         origin: where it comes from.
-        licence: of the base.
+        licence: the licence of the base.
         num_images: how many images it was trained on; None where nobody knows.
         objective: what it was trained for.
         space: what its weights mean beside that; None where nobody stated it.
@@ -170,7 +170,7 @@ def open_base(
     Args:
         recipe: what the operator asks for.
         expert_shape: of a sample, as the plan's experts see it.
-        condition: of the plan's experts.
+        condition: the condition of the plan's experts.
         source: what a release has, which the aggregator alone opens; None where the recipe names a file or folder.
 
     Raises:

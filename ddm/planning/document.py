@@ -31,7 +31,7 @@ def plan_of(
         recipe: what is asked for.
         fitted: what was fitted, whose files are in `folder`.
         folder: holds `plan/*.safetensors`.
-        name: of the federation or the owner, with which the plan's id begins.
+        name: the name of the federation or the owner, with which the plan's id begins.
         root_digest: sha256 of the federation's first root.
         valid_for: from now until the plan expires.
         own: the plan's other fields: who trains, on which terms, with which statistics.

@@ -94,7 +94,7 @@ def estimate_work(plan: Plan, silo_id: str | None = None, batch_parts: int = 1) 
     Args:
         plan: the plan.
         silo_id: the silo; None for the largest of those that train.
-        batch_parts: into which its machine divides a batch.
+        batch_parts: the number of parts into which its machine divides a batch.
     """
     training = plan.expert.training
     _, sample_flops = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
@@ -187,7 +187,7 @@ def bytes_of_experts(expert: int, checkpoint: int, num_experts: int = 1) -> int:
     Args:
         expert: bytes of an expert's file.
         checkpoint: bytes of one of its checkpoints.
-        num_experts: of the silo.
+        num_experts: the number of experts of the silo.
     """
     # One more checkpoint is written before the oldest is removed.
     return num_experts * (expert + KEPT * checkpoint) + checkpoint

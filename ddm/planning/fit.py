@@ -42,7 +42,8 @@ class PublicImages:
     Attributes:
         fitted: those that encoder, clusters and sketch are fitted on, shape (N, C, H, W).
         holdout: those kept back to judge the routers, shape (N, C, H, W).
-        latents: of the first and of the second, as experts see them; None where experts see the images themselves.
+        latents: the latents of the first and of the second, as experts see them; None where experts see the images
+            themselves.
     """
 
     fitted: Tensor
@@ -93,7 +94,8 @@ class FittedLatent:
     Attributes:
         network: encodes images.
         spec: how the plan describes it.
-        latents: of the images fitted on and of those held out; None where experts see the images themselves.
+        latents: the latents of the images fitted on and of those held out; None where experts see the images
+            themselves.
     """
 
     network: Latent
@@ -115,7 +117,8 @@ def fit_public_parts(
         networks: those that the recipe names, see `open_networks`.
         public: public images, shape (N, C, H, W).
         folder: where the plan's files go.
-        on_progress: called with images encoded and images in all, which is long with a large network.
+        on_progress: called with the number of images encoded and of all images; encoding takes long with a large
+            network.
 
     Raises:
         SetupError: the encoder of the recipe fails on these images, by the field that names it.
@@ -176,7 +179,7 @@ def fit_public_parts(
 
 
 def divide(num: int, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
-    """Return which of so many images are fitted on, and which are held out.
+    """Return which of this many images are fitted on, and which are held out.
 
     Raises:
         DataError: too few to hold out.

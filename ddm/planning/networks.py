@@ -50,7 +50,7 @@ class OwnAutoencoder:
 
     Attributes:
         network: at scale 1.
-        size: what the recipe says of it.
+        size: what the recipe says about it.
     """
 
     network: AutoencoderKl

@@ -46,7 +46,7 @@ class HogRecipe(Settings):
 
     Attributes:
         dim: number of principal components.
-        cells: of the grid of histograms, along each side of an image.
+        cells: the cells of the grid of histograms, along each side of an image.
         mirrored: give an image and its mirror image the same features; for kinds whose left and right mean nothing.
     """
 
@@ -125,7 +125,7 @@ class BaseTerms(Settings):
 
     Attributes:
         licence: licence of the base, such as Apache-2.0; it must allow releases under the plan's licence.
-        num_images: number of images that it was trained on; leave it out if nobody knows.
+        num_images: number of images that it was trained on; leave it out if it is unknown.
     """
 
     licence: Licence
@@ -201,7 +201,7 @@ class ReleaseBaseRecipe(Settings):
 
     Attributes:
         release: the release's folder.
-        root: the pinned root of whoever published it; by default this federation's. `ddm split` needs it.
+        root: the pinned root of the one who published it; by default this federation's. `ddm split` needs it.
         expert: the expert's name; with neither expert nor student, the best one on public images is proposed. `ddm
             split` needs it.
         student: the file of the student's weights, with the record beside it; not for `ddm split`.
@@ -316,7 +316,7 @@ class SharedRecipe(ModelTerms):
     # First, since all other rules read the expert as the plan will state it.
     @model_validator(mode="after")
     def _write_out_the_expert(self) -> Self:
-        """Replace the recipe of the experts by what a plan says of them, which depends on whether there is a base."""
+        """Replace the recipe of the experts by what a plan states, which depends on whether there is a base."""
         if not isinstance(self.expert, ExpertRecipe):
             return self
         expert = self.expert.plain(

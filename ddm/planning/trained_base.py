@@ -28,20 +28,20 @@ class TrainedBaseCard(Document):
 
     Attributes:
         created_at: when its training ended.
-        licence: of the base.
+        licence: the licence of the base.
         images_digest: sha256 of the public images, in the form in which it learned them.
-        num_images: how many they are.
-        shape: of a sample, as the network sees it.
+        num_images: the number of these images.
+        shape: the shape of a sample, as the network sees it.
         latent: what the network sees of an image: pixels, or latents.
         autoencoder: sha256 of the autoencoder's weights; null on pixels.
         condition: what it is conditioned on.
-        architecture: of the network.
+        architecture: the architecture of the network.
         objective: what it was trained for.
-        t_distribution: of the training times.
+        t_distribution: the distribution of the training times.
         training: the recipe.
-        steps: how many were made.
-        loss: over about the last hundred steps.
-        seconds: of training, over all restarts.
+        steps: the number of steps made.
+        loss: mean loss over about the last hundred steps.
+        seconds: the number of seconds of training, over all restarts.
         file: its weights.
     """
 

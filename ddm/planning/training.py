@@ -25,7 +25,7 @@ class TrainingRecipe(Training):
             start from a seed, it is the seed's, and theirs is half of it.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
         weight_decay: AdamW's weight decay.
-        precision: precision of the arithmetic, auto being bf16 where products in it are faster (GPUs, AMX,
+        precision: precision of the arithmetic; auto is bf16 where products in it are faster (GPUs, AMX,
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
         ema_width: the average's width as a share of the run, so that it grows with the run (Karras et al. 2024); 0.1
             where the recipe names none of the three averages.
@@ -42,7 +42,7 @@ class TrainingRecipe(Training):
     def plain(
         self, architecture: Architecture, *, starts_from_base: bool = False, has_seed: bool = False
     ) -> Training:
-        """Return what a plan says of it, for an expert of these sizes.
+        """Return what a plan says about it, for an expert of these sizes.
 
         Args:
             architecture: the expert's.

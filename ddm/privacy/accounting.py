@@ -408,7 +408,7 @@ def t_release(
     Raises:
         NumericalError: the statistic would be pure noise.
     """
-    import torch  # takes seconds, and whoever has a path has it already
+    import torch  # takes seconds, and anybody who has a path has it already
 
     def ratio(t: float) -> float:
         time = torch.tensor(t, dtype=torch.float64)

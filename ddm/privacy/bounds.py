@@ -24,7 +24,7 @@ def cell_noise_bound(epsilon: float, num_cells: int) -> int:
     units thus releases counts within [-B, n_k + B].
 
     Args:
-        epsilon: of the histogram, under replace-one.
+        epsilon: the epsilon of the histogram, under replace-one.
         num_cells: G.
     """
     rate = epsilon / COUNTS_SENSITIVITY
@@ -39,7 +39,7 @@ def total_noise_bound(epsilon: float, num_cells: int) -> int:
     function ``M(l) = (1 - a)^2 / ((1 - a e^l) (1 - a e^-l))``; the best of many rates is taken.
 
     Args:
-        epsilon: of the histogram, under replace-one.
+        epsilon: the epsilon of the histogram, under replace-one.
         num_cells: G.
     """
     rate = epsilon / COUNTS_SENSITIVITY
@@ -68,7 +68,7 @@ def sketch_norm_bound(
 
     Args:
         alpha: of the path at t_release.
-        sigma: of the path at t_release.
+        sigma: the sigma of the path at t_release.
         scale_C: the sketch's scale, in data units.
         rank: R.
         num_rows: n_k.

@@ -237,7 +237,7 @@ class Mmdit(ExpertTransformer):
 
     Attributes:
         shared_depth: how many of the blocks, counted from the last, share one set of weights between both kinds of
-            token and compute attention and network in parallel; 0 is Stable Diffusion 3.
+            token and compute attention and network in parallel; with 0, the network is that of Stable Diffusion 3.
     """
 
     size_names: ClassVar[str] = f"{', '.join(_MMDIT_DEPTHS)} or 3B, then /2, /4 or /8"

@@ -42,7 +42,7 @@ class FileBase(Model):
     """A file of the operator's.
 
     Attributes:
-        layout: whose names its tensors have: this toolkit's, or those of a network of diffusers.
+        layout: the layout whose names its tensors have: this toolkit's, or those of a network of diffusers.
         digest: sha256 of the file as it was given.
     """
 
@@ -71,8 +71,8 @@ class SeedBase(Model):
 
     Attributes:
         digest: sha256 of the weights as they were trained.
-        share: of the images that seed and islands see in training together, those that the seed sees.
-        num_steps: of its training.
+        share: of the images that seed and islands see in training together, the share that the seed sees.
+        num_steps: the number of steps of its training.
         batch_size: images in a step.
         flops: of its training, as the plan implies them.
     """
@@ -91,7 +91,7 @@ class _ReleasedBase(Model):
     Attributes:
         root: fingerprint of the root of trust that the release was verified against.
         plan_id: its plan.
-        version: of the release.
+        version: the version of the release.
         manifest: sha256 of its manifest.
         silos: the silos whose images the base learned.
         digest: sha256 of the weights.
@@ -130,7 +130,7 @@ class Base(Model):
     Attributes:
         digest: sha256 of its file in the plan.
         origin: where it comes from.
-        licence: of the base; the plan's own licence must allow it.
+        licence: the licence of the base; the plan's own licence must allow it.
         num_images: how many images it was trained on; null where its origin does not say.
         objective: what it was trained for, which need not be what the plan's experts are trained for.
         changes: what was changed so that its weights fit the plan's network.

@@ -21,7 +21,7 @@ class ReliabilityBin(Model):
     """Images to whose most probable expert a router gives about the same probability, and how often it is right.
 
     Attributes:
-        share: of all images.
+        share: the share of all images.
         confidence: mean probability of the most probable expert.
         accuracy: share of these images that are that expert's.
     """

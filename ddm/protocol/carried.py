@@ -1,10 +1,10 @@
-"""What a plan says of an expert that it takes over from an earlier plan, without training it again."""
+"""What a plan says about an expert that it takes over from an earlier plan, without training it again."""
 
 from ddm.protocol.base import MAX_SILOS, Digest, Model, PlanId, SiloId
 
 
 class CarriedSilo(Model):
-    """One silo's accepted submission to an earlier plan, whose experts and statistics go on as they are.
+    """One silo's accepted submission to an earlier plan, whose experts and statistics are used as they are.
 
     Attributes:
         silo_id: the silo.

@@ -14,7 +14,7 @@ class Classes:
 
     Attributes:
         num: they are numbered from 0.
-        names: of each class, in that order; empty where they have none.
+        names: the name of each class, in that order; empty where they have none.
     """
 
     num: int

@@ -1,9 +1,9 @@
 """The federation for which a document was signed, named by the digest of its first root of trust.
 
-A silo's signature says who signed, and not for whom. Whoever has a public release can publish it again under a root of
-trust of their own, with everything that its silos signed moved over unchanged; it would be the ensemble of a federation
-that these silos never joined. Therefore everything that a silo signs names its federation, itself or by the digest of
-a document that does, and whoever reads it compares the name with the root that it pinned (docs/adr/0075).
+A silo's signature says who signed, and not for whom. Anybody who has a public release can publish it again under a root
+of trust of their own, with everything that its silos signed moved over unchanged; it would be the ensemble of a
+federation that these silos never joined. Therefore everything that a silo signs names its federation, itself or by the
+digest of a document that does, and anybody who reads it compares the name with the root that it pinned (docs/adr/0075).
 
 The first root, `1.root.json`, is the one that people compare. It stays the same when the keys of the root are rotated.
 """

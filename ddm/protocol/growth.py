@@ -46,13 +46,13 @@ def check_carried(carried: CarriedSilo, old: Plan, new: Plan) -> None:
     """Refuse a plan in which a carried expert would mean something else than where its silo trained it.
 
     Args:
-        carried: what the new plan says of the silo.
+        carried: what the new plan says about the silo.
         old: the document with the digest that it names.
         new: the plan that carries.
 
     Raises:
         FederationError: the earlier plan is one of another federation.
-        ReplayError: names the field that differs (the licence is one), or the silo was no silo of the earlier plan.
+        ReplayError: names the field that differs (the licence is one), or the silo was not a silo of the earlier plan.
     """
     subject = f"plan {new.plan_id}, {carried.silo_id} carried from {carried.plan_id}"
     # A consent to later plans is one to those of the same federation.

@@ -178,7 +178,7 @@ class Training(Model):
             `ema_half_life` counts.
         learning_rate: the highest of the run.
         schedule: how the learning rate falls: not at all, to `final_rate` along half a cosine, or along a line.
-        warmup_steps: steps over which it rises from 0 first; the fall has begun by then.
+        warmup_steps: steps over which it first rises from 0; the fall has begun by then.
         final_rate: the share of the learning rate that is left at the end; not for the schedule constant.
         betas: decay per step of AdamW's means of the gradient and of its square.
         weight_decay: AdamW's weight decay.
@@ -187,14 +187,15 @@ class Training(Model):
         ema_half_life: the average's half-life in images, in place of `ema_decay`.
         ema_width: the average's width as a share of the run, in place of both, so that it grows with the run (Karras et
             al. 2024).
-        ema_snapshots: how many times in the run averages of two widths are kept, from which `ddm.training.averages`
-            finds that of any other width afterwards; needs `ema_width`, and memory for two more copies of the weights.
+        ema_snapshots: number of times at which the run stores averages of two widths, from which
+            `ddm.training.averages` computes that of any other width later; needs `ema_width`, and memory for two more
+            copies of the weights.
         loss_weighting: the weight of a time in the loss: none, or sigmoid (Hoogeboom et al. 2024).
-        order: whether a step draws its images anew, or all images are used once, in random order, before any is used
-            again.
+        order: whether each step draws its images independently, or all images are used once, in random order, before
+            any is used again.
         flip: whether images are mirrored from left to right at random.
         crop: pixels by which images are moved at random in each direction; their edges are repeated.
-        precision: precision of the arithmetic, auto being bf16 where products in it are faster (GPUs, AMX,
+        precision: precision of the arithmetic; auto is bf16 where products in it are faster (GPUs, AMX,
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
         seed: seed of initial weights, batches, times and noise.
         mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.

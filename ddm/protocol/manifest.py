@@ -70,7 +70,7 @@ class PublishedSilo(Model):
         standing: `new` in a plan that carries no experts over. In one that does, a silo's experts are `carried` from an
             earlier plan, or it trained `again`, or it came `late`.
         submission: the document that it signed.
-        key_fingerprint: of the key that it signed with.
+        key_fingerprint: the fingerprint of the key that it signed with.
         epsilon: what its statistics cost; null for an island, of which nothing was hidden.
         delta: see `epsilon`.
         audit: the verdict of its leak audit; `none` for an island.
@@ -153,7 +153,7 @@ class Manifest(Document):
         version: 1, 2, ... over all releases of the same publisher.
         supersedes_digest: sha256 of the manifest of the version before; null for the first.
         published_at: when.
-        licence: of the release: that of the plan.
+        licence: the licence of the release: that of the plan.
         cite: how to cite it.
         base: the public expert that training started from: that of the plan; null where it started from random weights.
         missing_silos: silos of the plan that sent no submission that was accepted.

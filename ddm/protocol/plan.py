@@ -63,11 +63,11 @@ class PlanTerms(ModelTerms):
 class Plan(PlanTerms, FederationDocument):
     """The signed instructions of one federation, or of one owner's islands; see `docs/reference` for an example.
 
-    `silos` train for this plan; the experts of those in `carried` go on from an earlier one. The fields that an
+    `silos` train for this plan; the experts of those in `carried` continue from an earlier one. The fields that an
     operator chooses are in `PlanTerms`; those here are fitted, counted or signed.
 
     Attributes:
-        licence: of the releases that contain what the silos send.
+        licence: the licence of the releases that contain what the silos send.
         base: what the public expert is that training starts from; null where there is none.
     """
 
@@ -185,7 +185,8 @@ class Plan(PlanTerms, FederationDocument):
             raise ValueError(
                 "base.origin seed is for the islands of one owner: a federation trains no seed on its silos' images"
             )
-        # Its guarantee would cover what private training adds, and not what the base already knows of the same units.
+        # Its guarantee would cover what private training adds, and not what the base already knows about the same
+        # units.
         exposed_silos = set(self.base.exposed_silos) & set(self.silos)
         if self.expert.privacy is not None and exposed_silos:
             raise ValueError(

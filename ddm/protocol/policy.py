@@ -74,8 +74,8 @@ class PolicyLimits(Model):
 
     Attributes:
         privacy: unit, epsilon and delta of one plan.
-        training: work and files.
-        sizes: of samples, networks and memory.
+        training: the work, and the files.
+        sizes: the sizes of samples, networks and memory.
         audit: limits of the leak audit.
         licences: under which releases may be published; with none, any licence.
         batch_parts: the parts into which the site's machine divides a batch, each of which takes memory by itself.

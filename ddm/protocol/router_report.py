@@ -66,7 +66,7 @@ class RouterReport(Document):
         t_release: the noise level of the sketches that a learned router was trained on.
         expert_priors: each expert's share, in the manifest's order.
         training_prior: the prior that the router's answers include.
-        temperature: of the published router.
+        temperature: the temperature of the published router.
         minus_prior: its cross-entropy less that of the prior, nats.
         bands: the candidate against counts, by noise level; none where the plan asks for counts.
         sketches: the same on silos' held-out sketches; null where there are none.

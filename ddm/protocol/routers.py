@@ -14,7 +14,7 @@ RouterKind = Literal["counts", "learned", "samples"]
 
 
 class FamilySettings(Model):
-    """What the settings of every family can say of a plan."""
+    """What the settings of every family can say about a plan."""
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """Return what the router needs of samples or condition that the plan does not give; None where it fits."""
@@ -69,10 +69,11 @@ class SamplesSettings(FamilySettings, TransformerSize):
         batch_size: images in a step.
         learning_rate: the highest of the run.
         schedule: how the learning rate falls: not at all, to `final_rate` along half a cosine, or along a line.
-        warmup_steps: steps over which it rises from 0 first; the fall has begun by then.
+        warmup_steps: steps over which it first rises from 0; the fall has begun by then.
         final_rate: the share of the learning rate that is left at the end; not for the schedule constant.
         weight_decay: AdamW's weight decay.
-        precision: of the arithmetic in training, as for experts: auto is bf16 where the machine multiplies in it.
+        precision: the precision of the arithmetic in training, as for experts: auto is bf16 where its products are
+            faster.
         conditional: whether the router reads the class or the text that experts are told, too.
         drop: share of the images whose condition training hides, for answers without one; only where it reads one.
     """

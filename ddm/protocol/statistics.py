@@ -23,7 +23,7 @@ class Budget(Model):
 
     Attributes:
         epsilon: the bound on the log ratio of probabilities.
-        delta: the probability left out of it; 0 where all noise is Laplace's.
+        delta: the probability with which this bound may fail; 0 where all noise is Laplace noise.
     """
 
     epsilon: Epsilon
@@ -81,7 +81,7 @@ class Statistics(Model):
     `ddm.statistics.cost` composes their joint cost; here each statistic only has to fit the total by itself.
 
     Attributes:
-        unit: whose record one replacement exchanges.
+        unit: the unit whose record one replacement exchanges.
         relation: how neighbouring data sets differ: replace_one, one unit's record is replaced; none for the plan of
             one owner's islands, whose counts are exact and hide nothing from anybody (`EXACT`).
     """

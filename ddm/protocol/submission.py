@@ -67,7 +67,7 @@ class SubmittedTraining(Model):
 
 
 class ExpertTraining(SubmittedTraining):
-    """How the training went, for whoever trained."""
+    """How the training went, for the one who trained."""
 
     seconds: Seconds
     loss: Annotated[float, Field(ge=0.0, le=MAX_LOSS)]
@@ -172,8 +172,8 @@ class Approval(Model):
 class Submission(FederationDocument):
     """Everything that one silo sends for one plan.
 
-    `carry_over` is the silo's consent that its experts and statistics go on in later plans of the federation in which
-    they mean the same. `serve_as_base` is its consent that training of later plans starts from its experts.
+    `carry_over` is the silo's consent that its experts and statistics are used in later plans of the federation in
+    which they mean the same. `serve_as_base` is its consent that training of later plans starts from its experts.
     """
 
     format: Literal["archipelago/submission/1"] = "archipelago/submission/1"
@@ -194,7 +194,7 @@ class Submission(FederationDocument):
     approval: Approval | None
     # Signing for a plan is no consent to the next: that one is another ensemble, with other partners (docs/adr/0031).
     carry_over: bool = False
-    # No consent by default, since whoever trains on knows what the expert knows of this silo's images.
+    # No consent by default, since anybody who trains on knows what the expert knows about this silo's images.
     serve_as_base: bool = False
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]
 

@@ -39,7 +39,7 @@ class WindowRange(Model):
 
 
 class ValuesRange(Model):
-    """Two given values, in units of the file (Hounsfield units of CT), become the plan's range; clipped beyond.
+    """Two given values, in units of the file (Hounsfield units of CT), become the ends of the plan's range.
 
     Attributes:
         low: becomes the lower end.
@@ -57,7 +57,7 @@ class ValuesRange(Model):
 
 
 class PercentilesRange(Model):
-    """Two percentiles of a picture's values, all channels together, become the plan's range; clipped beyond.
+    """Two percentiles of a picture's values, all channels together, become the ends of the plan's range.
 
     Attributes:
         low: becomes the lower end, percent.
@@ -130,7 +130,7 @@ class PadFit(Model):
 
 
 class StretchFit(Model):
-    """Each side resampled to the plan's by itself; proportions are lost."""
+    """Each side is resampled to the plan's separately; proportions are lost."""
 
     kind: Literal["stretch"] = "stretch"
 

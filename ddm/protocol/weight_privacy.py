@@ -25,7 +25,7 @@ class DpSgd(Model):
         delta: what an expert costs.
         clip: the largest norm of a unit's gradient; a larger one is scaled down to it.
         units_per_step: how many units a step takes on average; each enters by chance, with the same probability.
-        images_per_unit: most images of one unit in a step; of a unit with more, so many are drawn.
+        images_per_unit: most images of one unit in a step; of a unit with more, this many are drawn.
         draws: times and noises drawn for each of these images, all inside the unit's one gradient.
     """
 
@@ -38,7 +38,7 @@ class DpSgd(Model):
     draws: Annotated[int, Field(gt=0, le=256)] = 4
 
     def rate(self, num_units: int) -> float:
-        """Return the probability with which each of so many units enters a step."""
+        """Return the probability with which each of this many units enters a step."""
         # At a site with fewer units than a step takes on average, every unit enters every step.
         return min(1.0, self.units_per_step / num_units)
 

@@ -59,11 +59,11 @@ class ReleaseContents:
     """Everything that a release states, before its files are listed in a manifest.
 
     Attributes:
-        name: of the federation or of the owner's data set.
+        name: the name of the federation or of the owner's data set.
         cite: how to cite it.
         plan: the plan.
         plan_digest: sha256 of its signed bytes.
-        members: whose experts are in it; their experts in this order are the router's classes.
+        members: the members whose experts are in it; their experts in this order are the router's classes.
         missing_silos: silos of the plan without experts.
         withdrawn_silos: silos that left the plan.
         router: the report on the router.

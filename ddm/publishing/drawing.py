@@ -88,7 +88,7 @@ class Drawing:
     """All drawn images and the router's posterior on them.
 
     Attributes:
-        seed: of the images and of their noise.
+        seed: the seed of the images and of their noise.
         steps: solver steps.
         solver: its name.
         own: each shown silo's images from its experts alone, by the silo's index.
@@ -126,7 +126,7 @@ def draw(
         ensemble: the experts and the router.
         silo_E: the silo of each expert, by index.
         effort: the number of images.
-        seed: of the images and of their noise.
+        seed: the seed of the images and of their noise.
         on_progress: called after each batch of images.
     """
     shown_silos = largest_silos(ensemble.prior, silo_E)

@@ -177,7 +177,7 @@ def draw_for_report(
 
     Args:
         plan: the plan.
-        manifest: of the release.
+        manifest: the manifest of the release.
         ensemble: its experts and router, in the manifest's order.
         on_progress: called with the batches done and the batches in all.
     """

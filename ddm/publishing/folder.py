@@ -1,4 +1,4 @@
-"""The folder of whoever signs releases: its keys, its TUF metadata, its published versions, and who may sign now."""
+"""The folder of the signer of releases: its keys, its TUF metadata, its published versions, and who may sign now."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -80,7 +80,7 @@ class TransparencyLog:
             raise SetupError(
                 str(entries_path),
                 expected=f"the {signed.size} entries that the last checkpoint describes",
-                got=f"{len(entries)} entries, or others",
+                got=f"{len(entries)} entries, or other entries",
                 remedy=_RESTORE,
             )
         return cls(entries, signed)
@@ -193,7 +193,7 @@ def stage_entries(
     """Add entries and a checkpoint of all entries to a change; return the log as it will be.
 
     Args:
-        publisher: whose log is continued.
+        publisher: the publisher whose log is continued.
         change: puts both into force.
         log_key: the verifier key that the newest root names.
         key: the log's key.

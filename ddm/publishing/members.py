@@ -1,8 +1,8 @@
-"""What the pages of a release say of its silos or islands: of each, or of many at once where there are too many.
+"""What the pages of a release say about its silos or islands: of each, or of many at once where there are too many.
 
 A federation may have a thousand silos. Pages that described each of them would not be read, so that from `MAX_DETAILED`
-members on those with the same terms share a row, and what a reader should know of some of them is one remark with their
-names. The manifest, which is signed beside the pages, states everything of everybody.
+members on those with the same terms share a row, and what a reader should know about some of them is one remark with
+their names. The manifest, which is signed beside the pages, states everything of everybody.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
 from ddm.protocol.submission import Submission
 from ddm.publishing.contents import ReleaseContents
 
-# Each of so many is described by itself.
+# Each of this many is described by itself.
 MAX_DETAILED = 16
 MAX_NAMED = 12
 
@@ -38,7 +38,7 @@ FLAG_WORDS: Mapping[Flag, str] = {
 
 @dataclass(frozen=True)
 class MemberSection:
-    """What the pages say of one silo or island.
+    """What the pages say about one silo or island.
 
     Attributes:
         index: its place in the manifest.
@@ -100,7 +100,7 @@ class MemberGroup:
 
 @dataclass(frozen=True)
 class Remark:
-    """What a reader should know of some silos: in words, and their names, shortened."""
+    """What a reader should know about some silos: in words, and their names, shortened."""
 
     words: str
     names: str
@@ -124,7 +124,7 @@ def group_members(members: Sequence[MemberSection]) -> tuple[MemberGroup, ...]:
 
 
 def _terms(part: MemberSection) -> tuple[object, ...]:
-    """Return what the pages say of a silo besides its name, key, number of units and share."""
+    """Return what the pages say about a silo besides its name, key, number of units and share."""
     document = part.document
     statistics: tuple[object, ...] = ()
     if isinstance(document, Submission):
@@ -158,7 +158,7 @@ class _Gravity(IntEnum):
 def remarks_on(
     members: Sequence[MemberSection], absent: Sequence[tuple[str, str]]
 ) -> tuple[Remark, ...]:
-    """Return what a reader should know of single silos, the same words once, the gravest first.
+    """Return what a reader should know about single silos, the same words once, the gravest first.
 
     Args:
         members: those of the release.

@@ -28,7 +28,7 @@ def sign_plan_files(
     """Sign the plan in a folder, and write its proofs of the log beside it; return the plan.
 
     Args:
-        publisher: whose log it enters.
+        publisher: the publisher whose log it enters.
         change: puts it into force.
         repository: the metadata, inside the change.
         folder: holds `plan.json` and `plan/`, inside the change.

@@ -1,7 +1,7 @@
 """Writes the public form of the log, C2SP tlog-tiles: static files for a web server, for readers and for witnesses.
 
-Tiles and entry bundles come first and the checkpoint last, so that whoever reads meanwhile finds a whole log. The roots
-of trust are beside them, by which a reader follows a rotated log key.
+Tiles and entry bundles come first and the checkpoint last, so that anybody who reads meanwhile finds a whole log. The
+roots of trust are beside them, by which a reader follows a rotated log key.
 """
 
 from dataclasses import replace
@@ -72,7 +72,7 @@ def export_log(publisher: PublisherFolder, out: Path) -> None:
     # Unlike a tile, a cosigned checkpoint changes: witnesses add their signatures later.
     for cosigned in sorted((publisher.path / COSIGNED).glob("*")):
         _write_if_changed(out / "cosigned" / cosigned.name, cosigned.read_bytes())
-    # The checkpoint comes last: whatever it describes is already there for whoever reads it.
+    # The checkpoint comes last: whatever it describes is already there for the one who reads it.
     _write_if_changed(out / "checkpoint", log.signed.encode())
 
 

@@ -32,7 +32,7 @@ class StagedVersion:
     """A version that is being made; nothing of it is in force before the change is committed.
 
     Attributes:
-        publisher: whose keys sign.
+        publisher: the publisher whose keys sign.
         previous: the version before it; None for the first.
         created_at: the one reading of the clock that manifest and signatures use.
         change: puts the version and its signatures into force together.
@@ -96,7 +96,7 @@ def stage_version(publisher: PublisherFolder, out: Path) -> Iterator[StagedVersi
     The newest version is the one that was made meanwhile, or the one before where nothing was committed.
 
     Args:
-        publisher: whose keys sign.
+        publisher: the publisher whose keys sign.
         out: where the newest version is copied to.
 
     Raises:

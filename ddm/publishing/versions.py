@@ -21,7 +21,7 @@ class NewestVersion:
     """The newest version that is published.
 
     Attributes:
-        number: of the version, 1 for the first.
+        number: the number of the version, 1 for the first.
         manifest: what it states.
         manifest_digest: sha256 of the manifest.
         current_until: when its timestamp expires, from when on readers refuse it; None where metadata were signed since
@@ -76,7 +76,7 @@ def check_none_lost(publisher: PublisherFolder, newest_digest: str | None) -> No
     """Refuse to publish if the release signed last is gone: its version number would be used twice.
 
     Args:
-        publisher: whose metadata list the release signed last.
+        publisher: the publisher whose metadata list the release signed last.
         newest_digest: sha256 of the newest version's manifest, None where no version is there.
 
     Raises:

@@ -42,7 +42,7 @@ class Witness:
         key: its verifier key.
 
     Raises:
-        SetupError: the key is not one of a witness.
+        SetupError: the key is not a witness's.
     """
 
     url: str
@@ -62,7 +62,7 @@ class WitnessAnswer:
     """The answer of one witness.
 
     Attributes:
-        name: of the witness.
+        name: the name of the witness.
         problem: why it did not cosign; None where it did.
     """
 
@@ -76,7 +76,7 @@ class HttpAnswer:
 
     Attributes:
         status: the HTTP status.
-        media_type: of the body.
+        media_type: the type of the body.
         body: its bytes, at most one more than an answer may have.
     """
 
@@ -91,7 +91,7 @@ def ask_witnesses(
     """Ask each witness to cosign the last checkpoint; add what they signed to it, and to the public log.
 
     Args:
-        publisher: whose log it is; nobody may hold its signing lock here.
+        publisher: the publisher whose log it is; nobody may hold its signing lock here.
         witnesses: whom to ask.
         timeout_s: of each request.
 
@@ -102,7 +102,7 @@ def ask_witnesses(
     signed = log.signed
     if signed is None or not witnesses:
         return []
-    # Entries after the checkpoint wait for the next one, and are no part of what is cosigned.
+    # Entries after the checkpoint wait for the next one, and are not part of what is cosigned.
     leaves = log.leaves[: signed.size]
     answers = []
     for witness in witnesses:

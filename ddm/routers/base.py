@@ -88,7 +88,7 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     Raises:
         ShapeError: not one weight per expert.
         MathError: a weight is negative or not finite, or all are 0.
-        DataError: weights that are no real numbers.
+        DataError: weights that are not real numbers.
     """
     if isinstance(prior, Mapping):
         raise DataError(

@@ -13,7 +13,7 @@ class ClassifierRouter(nn.Module):
     """A router by Bayes' rule: ``log p(x_t | k, t) = log p(k | x_t, t) - log p(k)``, up to a term common to all k.
 
     A network that was trained to name the expert of a noised sample answers with the posterior under the shares of the
-    experts in its training. Dividing by these shares leaves the likelihood, which any other prior can follow.
+    experts in its training. Dividing by these shares gives the likelihood, which can be combined with any other prior.
 
     >>> import torch
     >>> from ddm.ensemble import Ensemble
@@ -45,7 +45,7 @@ class ClassifierRouter(nn.Module):
         if not bool(log_shares_K.isfinite().all()):
             raise ShapeError(
                 "training_prior",
-                expected="shares above 0: a network says nothing of an expert that it never saw",
+                expected="shares above 0: a network says nothing about an expert that it never saw",
                 got=str([float(share) for share in training_prior]),
             )
         self.register_buffer("log_shares_K", log_shares_K)

@@ -158,8 +158,8 @@ def refuse_worse_than_prior(
             expected="at least as good as the prior",
             got=got,
             remedy=(
-                "Train it longer or with more public images, or plan another router.kind; releases with "
-                "the prior alone need none."
+                "Train it longer or with more public images, or plan another router.kind; a "
+                "release that uses only the prior needs no router."
             ),
         )
     return value, low, high

@@ -58,7 +58,7 @@ class ConditionalPrior:
             sketch: the plan's public sketch, for the public shares of the groups.
             noisy_KCG: noised counts by silo, class and group.
             num_units: the public number of units of each silo.
-            epsilon: of the statistic.
+            epsilon: the epsilon of the statistic.
             layout: the experts.
             counted_K: the number of units that each silo counts as beside the others, where it is not `num_units`; its
                 counts are scaled to it.

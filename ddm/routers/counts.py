@@ -77,7 +77,7 @@ class CountsRouter:
             sketch: the plan's public sketch.
             noisy_KG: noised counts, integers, possibly negative.
             num_units: the public number of units of each expert.
-            epsilon: of the statistic.
+            epsilon: the epsilon of the statistic.
             path: the probability path.
         """
         estimates = expected_by_likeness(

@@ -48,7 +48,7 @@ def cross_entropy(
         label_N: the expert of each; every expert with a prior above 0 needs at least one image.
         prior: weight of each expert.
         times: bands of t.
-        seed: of times and noise; the same seed gives two routers the same noise.
+        seed: the seed of times and noise; the same seed gives two routers the same noise.
         path: the probability path; linear when omitted.
 
     Raises:

@@ -48,7 +48,7 @@ class RouterInputs:
         t_release: noise level of the sketches; None where there are none.
         public_sketches: returns the sketches of the public images, or of an owner's labelled ones.
         labelled_images: returns images labelled by expert, as the settings of the samples router require.
-        seed: of initial weights, batches and noise.
+        seed: the seed of initial weights, batches and noise.
         on_progress: called with step, number of steps and held-out loss.
         device: where networks are trained.
     """
@@ -142,7 +142,7 @@ class RouterFamily(ABC):
 
         Raises:
             TensorFileError: the file is not such a router.
-            MathError: its values are no router.
+            MathError: its values are not those of a router.
         """
 
 

@@ -24,7 +24,7 @@ _FLOOR = 1e-9
 
 @dataclass(frozen=True)
 class HistogramEstimate:
-    """What a noised histogram says of the true one.
+    """What a noised histogram says about the true one.
 
     Attributes:
         mean_G: posterior means of the true counts, which sum to the public number of units.
@@ -54,7 +54,7 @@ def expected_by_likeness(
     Args:
         noisy_KG: the silos' noised counts.
         num_units: the public number of units of each silo.
-        epsilon: of the statistic.
+        epsilon: the epsilon of the statistic.
         weight_G: public shares of the groups, positive.
         mean_GR: where the groups lie.
     """
@@ -77,10 +77,10 @@ def _likenesses(mean_GR: Tensor, weight_G: NDArray[np.float64]) -> Iterator[NDAr
     """Yield, by width, how much each group counts for the others, rows that sum to 1; nothing for a single group."""
     if len(mean_GR) < 2:
         return
-    # A group says nothing of itself: its own noise would become its own prior.
+    # A group says nothing about itself: its own noise would become its own prior.
     distance_GG = torch.cdist(mean_GR, mean_GR).fill_diagonal_(torch.inf).numpy()
     nearest_G1 = distance_GG.min(1, keepdims=True)
-    # Groups may lie at one place, at a distance of 0.
+    # Groups may be at one place, at a distance of 0.
     median = float(np.median(nearest_G1))
     unit = max(median, 1e-6 * float(nearest_G1.max())) or 1.0
     for width in _WIDTHS:
@@ -107,7 +107,7 @@ def expected_counts(
     Args:
         noisy_G: noised counts, ``n_c + z_c`` with ``P(z) ~ exp(-epsilon |z| / 2)``.
         num_units: the public sum of the true counts.
-        epsilon: of the statistic.
+        epsilon: the epsilon of the statistic.
         weight_G: prior shares of the groups, positive.
     """
     num_likely = likely_counts(num_units, epsilon)

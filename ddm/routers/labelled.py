@@ -1,6 +1,6 @@
 """Labelled images, on which a router learns: whose data each image resembles, and how often it is drawn.
 
-An image lies in a *cell*, within which nothing tells the experts apart: a public group, a class and a group, or simply
+An image is in a *cell*, within which nothing tells the experts apart: a public group, a class and a group, or simply
 one expert. With p(j | e) the share of expert e's data in cell j, and all experts equally probable, an image of cell j
 is of expert e with the probability ``p(j | e) / sum_e' p(j | e')``, and cell j has the weight ``sum_e p(j | e) / E``.
 A network trained with these targets and weights answers likelihoods, to which any prior can be added.
@@ -150,7 +150,7 @@ class Labelled:
         has_one_expert_J = self.target_JE.amax(1) == 1
         if bool((has_one_image_J & has_one_expert_J).any()):
             expected = "at least 2 of each expert"
-            raise ShapeError("labelled images", expected=expected, got="1 of some")
+            raise ShapeError("labelled images", expected=expected, got="only 1 of some experts")
         first_J = size_J.cumsum(0) - size_J
         sorted_J = self.cell_N[order_N]
         place_N = torch.arange(len(self)) - first_J[sorted_J]
@@ -159,8 +159,10 @@ class Labelled:
         num_check_J = num_check_J.where(size_J > 1, 0)
         checked_N = place_N < num_check_J[sorted_J]
         if not bool(checked_N.any()):
-            got = f"{len(self)}, each alone"
-            raise ShapeError("labelled images", expected="several in some cell", got=got)
+            got = f"{len(self)} images, each alone in its cell"
+            raise ShapeError(
+                "labelled images", expected="at least one cell with several images", got=got
+            )
         train_rows = order_N[~checked_N].sort().values
         check_rows = order_N[checked_N].sort().values
         return self._of(train_rows), self._of(check_rows)

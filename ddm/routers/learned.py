@@ -207,7 +207,7 @@ def fit_learned(
         sketches: the silos', in the router's order.
         public: public images that the plan was fitted on.
         settings: the plan's sizes and number of steps.
-        seed: of batches, noise and initial weights; the statistics are private already.
+        seed: the seed of batches, noise and initial weights; the statistics are private already.
         on_progress: called with step, number of steps, and held-out loss.
 
     Raises:

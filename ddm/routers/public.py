@@ -33,7 +33,7 @@ class Evidence:
     Attributes:
         noisy_KG: noised counts, unclipped, in the order of silos.
         num_units: the public number of units of each silo.
-        epsilon: of the statistic.
+        epsilon: the epsilon of the statistic.
         layout: the experts.
         share_K: each silo's weight, summing to 1; its share of all units when omitted.
     """
@@ -67,7 +67,7 @@ class PublicWeights:
     Args:
         evidence: the statistics.
         group_N: the images' groups.
-        seed: of the bootstrap.
+        seed: the seed of the bootstrap.
 
     Raises:
         RefusedError: the images' groups hold no units, as far as the noised counts tell.
@@ -195,7 +195,7 @@ class PublicData:
         evidence: the silos' counts.
         prior_E: each expert's share of all units.
         path: the probability path.
-        seed: of times, noise and bootstrap.
+        seed: the seed of times, noise and bootstrap.
     """
 
     images: Tensor

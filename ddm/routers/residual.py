@@ -1,6 +1,6 @@
 """A small network on the sketch that corrects the mixture of Gaussians, trained on public images.
 
-Every public image lies in a public group, and the mixture states each silo's share of that group, which gives the label
+Every public image is in a public group, and the mixture states each silo's share of that group, which gives the label
 ``p(k | group)``. Public images can be noised to every t, so the network learns to correct the groups' Gaussians near
 the data as well, and nothing further is drawn from private images.
 """
@@ -151,7 +151,7 @@ def fit_residual(
         public: the training data.
         prior_K: the silos' shares of all units.
         settings: the plan's sizes and number of steps.
-        seed: of batches, noise and initial weights.
+        seed: the seed of batches, noise and initial weights.
         on_progress: called with step, number of steps, and held-out loss, nats.
 
     Raises:

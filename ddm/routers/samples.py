@@ -162,7 +162,7 @@ def training_flops(
         num_experts: E.
         shape: one image, (C, H, W).
         settings: the plan's recipe.
-        condition: of the experts; what reading it takes is left out, being a few products a sample.
+        condition: the condition of the experts; what reading it takes is left out, being a few products a sample.
     """
     with torch.device("meta"):
         net = _build(num_experts, shape, settings, condition)
@@ -204,7 +204,7 @@ def draw_from_experts(
         experts: velocities on `path`.
         shape: one image.
         num: images of each expert.
-        seed: of the initial noise.
+        seed: the seed of the initial noise.
         path: the probability path.
         on_progress: called with experts done, experts in all, and nan in place of a loss.
         device: where the experts compute.
@@ -275,7 +275,7 @@ def fit_samples(
         images: labelled images, with conditions if the router reads them.
         settings: the plan's recipe.
         path: the probability path.
-        seed: of initial weights, batches and noise.
+        seed: the seed of initial weights, batches and noise.
         on_progress: called with step, number of steps, and held-out loss.
         condition: the kind of condition of the experts.
         knows_shares: see `SamplesRouter`.
@@ -285,7 +285,8 @@ def fit_samples(
         ShapeError: too few images; see `Labelled.divided`.
         NumericalError: the training diverged.
     """
-    # Layers draw their weights from torch's global generator, which goes on for the caller as if nothing had happened.
+    # Layers draw their weights from torch's global generator, which continues for the caller as if nothing had
+    # happened.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         shape = images.images.shape[1:]

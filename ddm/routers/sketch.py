@@ -163,7 +163,7 @@ class Sketch:
             t_r: their noise level.
             t: shape (B,), each at least `t_r`.
             path: the probability path.
-            generator: of the added noise; the sketches are private already.
+            generator: the generator of the added noise; the sketches are private already.
 
         Raises:
             NumericalError: a `t` below `t_r`, since noise cannot be removed.
@@ -204,8 +204,8 @@ class Sketch:
                 expected="finite numbers",
                 got="NaN or infinity",
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
         # Images are divided by it: near 0 all would overflow and count as 0, near infinity all would vanish in the
@@ -218,8 +218,8 @@ class Sketch:
                 expected=expected,
                 got=f"{self.scale:g}",
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
         basis_RD = self.basis_RD.double()
@@ -233,8 +233,8 @@ class Sketch:
                 expected=expected,
                 got=f"rows that deviate by {off:g}",
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
         share_G = self.group_weight_G.double()
@@ -247,8 +247,8 @@ class Sketch:
                 expected="shares above 0 that sum to 1",
                 got=got,
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
         cov_GRR = self.group_cov_GRR.double()
@@ -262,8 +262,8 @@ class Sketch:
                 expected="positive definite matrices",
                 got=got,
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
 

@@ -59,7 +59,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class SampledEnsemble:
-    """What an ensemble says of its experts, from which branches are made.
+    """What an ensemble says about its experts, from which branches are made.
 
     Attributes:
         condition: the kind of condition that the experts take.
@@ -266,7 +266,7 @@ def _known_shares(
     if class_prior is not None and isinstance(condition, int):
         stated = class_prior(condition)
     if declared is None and num_experts == 1:
-        # The share of an only expert is 1, whoever states it.
+        # The share of an only expert is 1, regardless of who states it.
         declared = [1.0]
     if stated is not None:
         if declared is None:

@@ -73,7 +73,7 @@ class KnownRegion:
         if self.corrections < 0:
             raise MathError("corrections", expected="at least 0", got=str(self.corrections))
         if bool(self.mask.all()):
-            expected = "something that is not known"
+            expected = "a mask with an unknown part"
             raise MathError("known", expected=expected, got="a mask that is true everywhere")
 
     @property
@@ -115,7 +115,7 @@ class Inpainting:
     """The completion of samples beside what is known of them.
 
     Args:
-        trajectories: of these samples.
+        trajectories: the trajectories of these samples.
         path: the ensemble's.
         known: the known part of these samples.
         generators: each sample's own stream of random numbers.
@@ -187,7 +187,7 @@ class Inpainting:
         new_eps_B = RHO * eps_B + new_share * noise_B
         corrected_B = x_t(self.path, x_0_B, new_eps_B, t_B)
         mask_B = self.known.mask.to(x_B.device)
-        # A correction is no step: the numbers that a callback sees, and the first entry in the log, depend on the
+        # A correction is not a step: the numbers that a callback sees, and the first entry in the log, depend on the
         # steps.
         corrected = replace(probed, num_steps=samples.num_steps)
         return corrected.at(torch.where(mask_B, x_B, corrected_B))
@@ -221,7 +221,7 @@ def mask_of_latents(known: Tensor, shape: tuple[int, ...]) -> Tensor:
 
     Args:
         known: bool, (N, C, H, W) or (N, C, D, H, W), in pixels.
-        shape: of one sample's latents, whose sides divide those of the pixels.
+        shape: the shape of one sample's latents, whose sides divide those of the pixels.
     """
     if tuple(known.shape[1:]) == shape:
         return known

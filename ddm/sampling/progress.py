@@ -21,7 +21,7 @@ def sampling_progress(
     Args:
         on_progress: the caller's.
         is_shown: whether a bar is wanted at all. Standard error must be a terminal as well, or this a notebook.
-        label: stands before the bar.
+        label: the text before the bar.
     """
     if on_progress is not None or not is_shown:
         yield on_progress

@@ -146,7 +146,7 @@ def check_finite(x_0: Tensor, expert_N: Tensor, names: Sequence[str]) -> None:
     Args:
         x_0: samples, shape (N, ...).
         expert_N: the last expert of each.
-        names: of the experts; their numbers where there are none.
+        names: the names of the experts; their numbers if they have no names.
 
     Raises:
         NumericalError: which names the experts of those samples.

@@ -27,7 +27,7 @@ class InitialState:
     Args:
         num_samples: N.
         times: S + 1 times, descending.
-        numbers: of the samples, which name their random streams; 0 to N - 1 when empty.
+        numbers: the numbers of the samples, which name their random streams; 0 to N - 1 when empty.
         x: samples at the first time, shape (N, ...).
         x_0: samples at t = 0, which are noised to the first time.
         noise: standard normal, in place of the samples' own.
@@ -69,7 +69,7 @@ def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     Args:
         x_B: samples, shape (B, ...).
         t_B: times, shape (B,).
-        shape: of one sample.
+        shape: the shape of one sample.
 
     Raises:
         DataError: arrays that hold no real numbers.
@@ -99,7 +99,7 @@ def make_initial_state(
 
     Args:
         options: the caller's.
-        shape: of one sample.
+        shape: the shape of one sample.
         steps: evenly spaced in t, where the options state no times.
         lengths: N, by the argument that states it; None where one does not.
 
@@ -181,7 +181,7 @@ def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor
     for name, tensor in tensors.items():
         stated[name] = len(tensor)
     if not stated:
-        got = "no number, and no tensor that tells it"
+        got = "no number, and no tensor that implies it"
         raise MathError("num", expected="the number of samples", got=got)
     if len(set(stated.values())) > 1:
         got = ", ".join(f"{length} in {name}" for name, length in stated.items())
@@ -212,9 +212,9 @@ def check_tensor(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     """Refuse a caller's tensor that does not hold finite samples.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         tensor: the caller's.
-        shape: of one sample.
+        shape: the shape of one sample.
 
     Raises:
         ShapeError: another shape, no samples, or no floating point.

@@ -382,8 +382,8 @@ def draw_noise(
 
     Args:
         samples: their numbers.
-        shape: of one sample.
-        seed: of all of them, or one for each.
+        shape: the shape of one sample.
+        seed: the seed of all of them, or one for each.
         steps: how many uniform numbers.
     """
     noise = np.empty((len(samples), *shape), np.float32)

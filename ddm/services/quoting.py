@@ -107,7 +107,7 @@ def _matching(pattern: re.Pattern[str], value: object, expected: str) -> str:
     text = str(value)
     # Not `match`, which would accept a name with a line break and more after it.
     if not pattern.fullmatch(text):
-        raise SetupError(repr(text[:64]), expected=expected, got="other signs")
+        raise SetupError(repr(text[:64]), expected=expected, got="other characters")
     return text
 
 
@@ -118,7 +118,7 @@ def _checked(value: object) -> str:
         raise SetupError(
             repr(text[:200]),
             expected="printable text",
-            got="text with signs that cannot be printed",
+            got="text with characters that cannot be printed",
             remedy="Move it to a path that can be printed.",
         )
     return text

@@ -65,8 +65,8 @@ class InstalledProgram:
     """A program of ours on this machine.
 
     Attributes:
-        path: of the program.
-        folders: that it is made of: its environment, the packages, and Python's own.
+        path: the path of the program.
+        folders: the folders that it is made of: its environment, the packages, and Python's own.
     """
 
     path: Path
@@ -96,8 +96,8 @@ def require_passphrase_file(path: str | None, configuration: str) -> Path:
     if path is None:
         raise SetupError(
             configuration,
-            expected="passphrase_file, since nobody types one for a service",
-            got="a passphrase that a person types",
+            expected="passphrase_file, since a service cannot ask for a passphrase",
+            got="no passphrase_file",
             remedy=f'Add passphrase_file = "FILE" to {configuration}; the first line of FILE is the passphrase.',
         )
     return Path(path).resolve()
@@ -128,7 +128,7 @@ def write_services(folder: Path, files: Mapping[str, str]) -> None:
     if other_files:
         raise BusyError(
             str(folder),
-            expected="a new folder, or the one of an earlier time",
+            expected="a new folder, or the one from an earlier call",
             got=f"a folder with {other_files[0]}",
             remedy="Name another folder with --out.",
         )

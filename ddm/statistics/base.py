@@ -39,7 +39,7 @@ class StatisticSource:
         group_N: each image's public group.
         unit_N: the privacy unit of each image, numbered from 0 without a gap; with the image as the unit, its index.
         label_N: each image's class, None for a plan without classes.
-        dataset_digest: of the cohort.
+        dataset_digest: the digest of the cohort.
     """
 
     plan: Plan
@@ -79,7 +79,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def tensor_specs(self, num_units: int) -> dict[str, TensorSpec]:
-        """Return the names, dtypes and shapes of the tensors that leave a silo of so many units."""
+        """Return the names, dtypes and shapes of the tensors that leave a silo of this many units."""
 
     @abstractmethod
     def prepare(self, source: StatisticSource) -> Draw:

@@ -46,8 +46,8 @@ def paid_mechanisms(
 
     Args:
         plan: the plan.
-        num_units: of the silo, from which the noise of private training follows. None for as many as any silo of the
-            plan agreed to bring at most, which gives about the same cost.
+        num_units: the number of units of the silo, from which the noise of private training follows. None for as many
+            as any silo of the plan agreed to bring at most, which gives about the same cost.
 
     Raises:
         PolicyError: see `mechanisms`.
@@ -104,7 +104,7 @@ def check_statistics(statistics: Statistics, subject: str) -> None:
     total = statistics.total
     by_kind = _mechanisms(statistics, subject)
     composed_epsilon = total_epsilon(by_kind.values(), total.delta)
-    # Not >, so that an epsilon that is no number is refused.
+    # Not >, so that an epsilon that is not a number is refused.
     if not composed_epsilon <= total.epsilon * _SLACK:
         raise PolicyError(
             f"{subject}: all statistics together",

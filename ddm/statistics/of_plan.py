@@ -22,7 +22,7 @@ def statistics_of(statistics: Statistics) -> Mapping[StatisticKind, Statistic]:
 
 
 def statistic_bytes(plan: Plan, num_units: int) -> Mapping[StatisticKind, int]:
-    """Return the bytes of each statistic's tensors, of a silo with so many units."""
+    """Return the bytes of each statistic's tensors, of a silo with this many units."""
     sizes: dict[StatisticKind, int] = {}
     for kind, statistic in statistics_of(plan.statistics).items():
         specs = statistic.tensor_specs(num_units)

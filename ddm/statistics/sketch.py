@@ -45,8 +45,8 @@ class Sketches(Statistic):
                 expected="the statistic sketch",
                 got="a plan without it",
                 remedy=(
-                    "Ask the aggregator for another plan: this one does not fit itself, and policy.toml "
-                    "cannot change that."
+                    "Ask the aggregator for another plan: this one contradicts itself, and "
+                    "policy.toml cannot change that."
                 ),
             )
         return terms

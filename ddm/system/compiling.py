@@ -1,7 +1,8 @@
 """Where torch keeps what it compiles: a folder of this process's own.
 
-By itself torch takes a folder in `/tmp` that is named after the user. Whoever makes that folder first puts libraries
-and pickles there, which torch loads. A process that was killed would also leave unreadable files for the next.
+By itself torch takes a folder in `/tmp` that is named after the user. Anybody who makes that folder first puts
+libraries and pickles there, which torch loads. A process that was killed would also leave unreadable files for the
+next.
 """
 
 import atexit

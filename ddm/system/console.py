@@ -90,7 +90,7 @@ NewPassphraseOption = Annotated[
 
 @dataclass(frozen=True)
 class ResumableCommand:
-    """A command that goes on where it was interrupted; all others begin again.
+    """A command that continues where it was interrupted; all others begin again.
 
     Attributes:
         name: as it is typed after the program.
@@ -140,7 +140,7 @@ def run_app(
     Args:
         app: the commands.
         args: what is typed after the program; the words of the command line when None.
-        resumable: the commands that go on where they were interrupted.
+        resumable: the commands that continue where they were interrupted.
     """
     start_logging(LogOptions.from_environment())
     interruption = "Interrupted. What was not finished is not kept; the same command begins again."
@@ -154,7 +154,7 @@ def run_app(
 
 
 def _typed_command(args: Sequence[str] | None) -> str | None:
-    """Return the first word that is no option: options before a command take no values."""
+    """Return the first word that is not an option: options before a command take no values."""
     words = sys.argv[1:]
     if args is not None:
         words = list(args)
@@ -254,21 +254,21 @@ def has_terminal() -> bool:
 
 
 def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
-    """Ask at the terminal whether to go on.
+    """Ask at the terminal whether to continue.
 
     Args:
         question: what to ask.
         refused: what to say where the answer is no.
 
     Raises:
-        SetupError: standard input is no terminal.
+        SetupError: standard input is not a terminal.
         typer.Abort: the answer is no.
     """
     if not sys.stdin.isatty():
         raise SetupError(
             question,
             expected="a person to confirm, or --yes",
-            got="a standard input that is no terminal",
+            got="standard input that is not a terminal",
             remedy="Add --yes.",
         )
     if not typer.confirm(question):
@@ -288,17 +288,17 @@ def ask(
     Args:
         question: what to ask.
         option: the command's option that gives the same.
-        default: the answer of whoever types none.
+        default: the answer of the one who types none.
         parse: returns what is meant by an answer, or raises `SetupError`.
 
     Raises:
-        SetupError: standard input is no terminal.
+        SetupError: standard input is not a terminal.
     """
     if not sys.stdin.isatty():
         raise SetupError(
             question,
             expected=f"an answer, or {option}",
-            got="a standard input that is no terminal",
+            got="standard input that is not a terminal",
             remedy=f"Add {option}.",
         )
     while True:
@@ -403,8 +403,8 @@ def _ask_passphrase(prompt: str, is_new: bool) -> bytes:
     if not sys.stdin.isatty():
         raise PassphraseError(
             prompt,
-            expected="a terminal to ask at",
-            got="a standard input that is none",
+            expected="a terminal, to ask for the passphrase",
+            got="standard input that is not a terminal",
             remedy="Give the passphrase with --passphrase-file.",
         )
     question = prompt
@@ -460,7 +460,7 @@ def human_seconds(seconds: float) -> str:
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar from the first call of what is yielded, called with (completed, total); none where nothing is long.
 
-    Where standard output is no terminal, one line with the label takes the bar's place. A different total, or less
+    Where standard output is not a terminal, one line with the label takes the bar's place. A different total, or less
     completed than before, begins a new bar.
     """
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ def default_threads(environment: Mapping[str, str] = os.environ) -> int:
 
 @contextmanager
 def computing_in(num_threads: int) -> Iterator[None]:
-    """Let torch compute in so many threads: their number changes sums by rounding."""
+    """Let torch compute in this many threads: their number changes sums by rounding."""
     # Here, so that settings with `NumThreads` are read without it.
     import torch
 

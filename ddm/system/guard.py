@@ -8,7 +8,7 @@ typed at the terminal reaches the process that started it only, and it ends the 
 - the guard receives SIGTERM.
 
 Should the guard itself be killed, the kernel kills the program (Linux). The guard is single-threaded, which is what
-makes code between fork and exec safe. Where there is no `/proc`, it knows of its program alone.
+makes code between fork and exec safe. Where there is no `/proc`, it knows about its program alone.
 
 `python -m ddm.system.guard --script PATH ARGS...` runs a Python script and ends the process when the script's main
 thread ends, also if it left threads behind that would keep a useless process alive.
@@ -64,7 +64,7 @@ class RotatingLog:
         self._num_bytes = os.fstat(self._fd).st_size
 
     def _rotate(self) -> None:
-        """Begin a new file; where that is refused, the old one goes on."""
+        """Begin a new file; where that is refused, the old one continues."""
         old_fd = self._fd
         with contextlib.suppress(OSError):
             self._path.replace(self._path.with_name(self._path.name + ".1"))
@@ -178,7 +178,7 @@ class _Guard:
         timeout_s: float | None = None,
         watch_input: bool = False,
     ) -> None:
-        """Copy output into the log until a condition holds, or for so long."""
+        """Copy output into the log until a condition holds, or for this long."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         input_fd = sys.stdin.fileno()
         watched = [self._wake_fd]

@@ -26,7 +26,7 @@ class MemoryLimit:
     origin: str
 
     def part(self, num: int) -> "MemoryLimit":
-        """Return what each of so many processes may take."""
+        """Return what each of this many processes may take."""
         if num == 1:
             return self
         return MemoryLimit(self.bytes // num, f"a process's part of {num}, {self.origin}")

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from ddm.errors import SetupError
 
-# MONAI tries these and goes on where they are missing. They are two thirds of the seconds that its import takes.
+# MONAI tries these and continues where they are missing. They are two thirds of the seconds that its import takes.
 _UNNEEDED = ("transformers", "jsonschema")
 
 

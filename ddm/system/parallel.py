@@ -38,7 +38,7 @@ class PartDescription:
     """What each process does, in the words of errors.
 
     Attributes:
-        name: of one process.
+        name: the name of one process.
         again: what running the command again does.
         fewer: what to lower where the machine is out of memory.
     """
@@ -73,7 +73,7 @@ def run_parts(
     Args:
         work: what each process does a part of.
         num: how many processes.
-        threads: that each may compute with.
+        threads: the threads that each may compute with.
         on_report: called here with what a process reports; what it raises ends all of them.
         description: what they are called.
 
@@ -151,8 +151,8 @@ class _PartProcess:
             self._name,
             expected="its answer",
             got=f"its end: {cause}",
-            remedy=f"Run the command again: {description.again}. SIGKILL without anybody's doing is a machine out of "
-            f"memory: {description.fewer}.",
+            remedy=f"Run the command again: {description.again}. If nobody sent SIGKILL, the "
+            "machine ran out of memory: {description.fewer}.",
         )
 
     def end(self) -> None:

@@ -17,8 +17,8 @@ ADVICE = f"at least {MIN_CHARACTERS} characters, for example four random words"
 def require_strong(passphrase: bytes, subject: str) -> None:
     """Check that a new passphrase is long and varied enough.
 
-    A character counts unless it repeats or follows the one before it, as in ``aaa`` and ``123``, or stands behind the
-    same character as once before, as in ``abcabc``. Words of a dictionary are not looked up.
+    A character counts unless it repeats or follows the one before it, as in ``aaa`` and ``123``, or follows a character
+    that it followed before, as in ``abcabc``. Words of a dictionary are not looked up.
 
     Raises:
         PassphraseError: it is not.

@@ -1,8 +1,8 @@
 """Who is at the other end of a TCP connection, as the kernel lists connections and their users; Linux only.
 
 A connection within a machine has two rows in the kernel's table, one for each end, with local and remote address
-exchanged. A row names its user only while a process has the socket open: a closed one is listed as root's, whoever
-had it, so such a row names nobody.
+exchanged. A row names its user only while a process has the socket open: a closed one is listed as root's, regardless
+of who had it, so such a row names nobody.
 """
 
 import ipaddress

@@ -38,7 +38,7 @@ def descendants(pid: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = _stat_fields(folder.name)
-            # A process whose main thread has ended shows as a zombie while its other threads go on.
+            # A process whose main thread has ended shows as a zombie while its other threads continue.
             is_alive = fields[_STATE] not in _ENDED or int(fields[_NUM_THREADS]) > 1
             if is_alive:
                 children.setdefault(int(fields[_PARENT]), []).append(int(folder.name))

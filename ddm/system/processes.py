@@ -85,7 +85,7 @@ class Child:
                 self._process.stdin.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long until the guard is gone; return whether it is."""
+        """Wait at most this long until the guard is gone; return whether it is."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(timeout_s, 0.0))
         return not self.running()
@@ -105,7 +105,7 @@ class Child:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.guard_pid, signal.SIGKILL)
         self._process.wait()
-        # Whoever starts the program again must not meet a process of the old one that still writes.
+        # Anybody who starts the program again must not meet a process of the old one that still writes.
         deadline = time.monotonic() + _KILLED_S
         while any(map(start_ticks, tree)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -121,7 +121,7 @@ class Child:
 
     def stop_timeout_s(self) -> float:
         """Seconds after which the guard must have ended everything."""
-        # The guard waits so long for the program and again for what it left, and 2 s after SIGKILL; 2 s are to spare.
+        # The guard waits this long for the program and again for what it left, and 2 s after SIGKILL; 2 s are to spare.
         return 2 * self._grace_s + 4.0
 
     def _close(self) -> None:
@@ -288,14 +288,14 @@ class DetachedProgram:
         return self.ticks > 0 and start_ticks(self.pid) == self.ticks
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long until it has ended; return whether it has."""
+        """Wait at most this long until it has ended; return whether it has."""
         deadline = time.monotonic() + timeout_s
         while self.running() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return not self.running()
 
     def terminate(self, timeout_s: float) -> None:
-        """Send SIGTERM to it and its group, and wait so long for it to end what it started elsewhere."""
+        """Send SIGTERM to it and its group, and wait this long for it to end what it started elsewhere."""
         if not self.running():
             return
         with suppress(ProcessLookupError, PermissionError):

@@ -237,6 +237,6 @@ class Supervisor:
         return TransportError(
             name,
             expected=expected,
-            got=lines[-1][:_MAX_LOG_CHARACTERS] if lines else "no word in its log",
+            got=lines[-1][:_MAX_LOG_CHARACTERS] if lines else "an empty log",
             remedy=remedy,
         )

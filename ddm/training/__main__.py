@@ -16,7 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ddm.training",
         description="Train the expert of a job's folder, as one process of those that share the work.",
-        epilog="Which process this is, RANK and WORLD_SIZE say, or the variables of srun and mpirun. SIGTERM and "
+        epilog="RANK and WORLD_SIZE, or the variables of srun and mpirun, say which process this is. SIGTERM and "
         "Ctrl-C make all of them write a checkpoint and end.",
     )
     parser.add_argument("folder", type=Path, help="made by a silo's worker or by ddm train")
@@ -25,7 +25,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if not sys.flags.safe_path:
-        # A module that lies in the working folder would run in the place of one of Python's or ours. Those that are
+        # A module that is in the working folder would run in the place of one of Python's or ours. Those that are
         # imported by now may have, so this is for the operator to correct, before somebody puts one there.
         parser.error(
             "expected Python to search no working folder for modules: python -P -m ddm.training"

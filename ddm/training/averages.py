@@ -149,7 +149,7 @@ def average_of_width(
     """Return the average of a finished run with another width than the recipe's, from the averages that it kept.
 
     Args:
-        folder: of the run's checkpoints.
+        folder: the folder of the run's checkpoints.
         settings: the run's recipe.
         width: relative, usually between 0.02 and 0.2.
         like: the expert's tensors, for names, dtypes and shapes.

@@ -133,7 +133,7 @@ def draw_batch(
         settings: the plan's recipe.
         step: its number, from 0.
         distribution: of the times.
-        num_tokens: of one image; used where the recipe masks tokens.
+        num_tokens: the number of tokens of one image; used where the recipe masks tokens.
     """
     random = stream("train", settings.seed, step)
     num = settings.batch_size

@@ -36,7 +36,7 @@ class CheckpointRecord(Document):
         step: training steps taken.
         loss: the smoothed loss, exactly.
         seconds: time spent training, over all restarts.
-        threads: in which each process computes, which decides how sums are rounded.
+        threads: the number of threads of each process, which decides how sums are rounded.
         tensors: digest of the tensor file.
         seal: digest of all fields above, so that a damaged record is not mistaken for one of another run.
     """
@@ -119,13 +119,13 @@ class Checkpoints:
     ) -> tuple[CheckpointRecord, dict[str, Tensor]]:
         data = read_bounded(path, _MAX_RECORD_BYTES)
         record = CheckpointRecord.parse(data, subject=path.name, limit=_MAX_RECORD_BYTES)
-        # Before the run is compared: a damaged digest of the run is no other run.
+        # Before the run is compared: a damaged digest of the run does not mean another run.
         if record != record.sealed():
             raise DocumentError(
                 path.name, expected="a seal that matches its fields", got="a seal of other fields"
             )
         # Not the warning of a damaged one: going on from another run's weights would be a silent mistake, and starting
-        # anew would throw away what somebody still wants.
+        # again would throw away what somebody still wants.
         if record.run != self.run:
             raise SetupError(
                 f"checkpoints in {self.folder.name}",

@@ -18,7 +18,7 @@ CHECKPOINT_S = 300.0
 PLACEHOLDERS = ("folder", "launch", "processes", "python")
 # Any name in braces, so that a misspelt one is refused instead of handed on.
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]*)\}")
-# Signs that would mean something to a shell; whoever writes them expects one to read the command.
+# Signs that would mean something to a shell; anybody who writes them expects one to read the command.
 _OF_A_SHELL = re.compile(r"[|;&<>`$\n]")
 # By torchrun's agents, also those that `accelerate launch` starts.
 _TORCHRUN = re.compile(
@@ -45,8 +45,8 @@ class Engine(Settings):
         compile: whether torch compiles the expert: minutes before the first step, then faster steps.
         recompute: whether a block's intermediate results are computed again in the backward pass, to save memory.
         shard: whether several processes share weights, averages and moments instead of each holding all of them.
-        threads: of each process; None is as many as `ddm.system.cores.default_threads` says, divided among the
-            processes if this machine starts them.
+        threads: the number of threads of each process; None is as many as `ddm.system.cores.default_threads` says,
+            divided among the processes if this machine starts them.
         checkpoint_s: most seconds between two checkpoints, see `ddm.training.saving.CheckpointSchedule`.
     """
 

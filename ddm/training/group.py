@@ -1,11 +1,12 @@
-"""How the processes of one training find each other, whoever started them, and whether they talk with nobody else.
+"""How the processes of one training find each other, and how they check that they talk with nobody else.
 
 `ddm.training.local`, Kubernetes' operators and others say in the environment which process this is; srun and mpirun use
 variables of their own. The processes meet in a file in the job's folder, which all of them see and nobody else can
 open, so nothing listens for it. They take no meeting point from the environment: torch's store at an address
-(`MASTER_ADDR`) listens on all addresses, and whoever reaches it says where each process connects to.
+(`MASTER_ADDR`) listens on all addresses, and anybody who reaches it says where each process connects to.
 
-torchrun is refused. Its agents unpickle what they read from such a store, so whoever reaches it runs commands there.
+torchrun is refused. Its agents unpickle what they read from such a store, so anybody who reaches it runs commands
+there.
 
 Processes that train together do not authenticate each other: who is quick can connect in the place of one of them, to
 read weights or to change them. So each writes into the file which connections it has, and trains once every other end
@@ -40,7 +41,7 @@ _ATTEMPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 # Set by torchrun's agent in each process that it starts.
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 # The meeting points of another training, in whose shell a command was typed perhaps. With the last one, NCCL takes
-# connections from whoever knows a constant, and otherwise from whoever knows a random number of this training.
+# connections from anybody who knows a constant, and otherwise from anybody who knows a random number of this training.
 _MEETING_POINTS = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID")
 # With it gloo connects when it sends, after the connections were compared.
 _LATE_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
@@ -79,7 +80,7 @@ def refuse_torchrun(environment: Mapping[str, str]) -> None:
     if _OF_TORCHRUN in environment:
         raise TrustError(
             "torchrun",
-            expected="a launcher that takes no commands from whoever reaches its ports",
+            expected="a launcher that takes no commands from other programs on the network",
             got="an agent of torchrun, which unpickles what is sent to its store",
             remedy=TORCHRUN_REMEDY,
         )
@@ -154,7 +155,7 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
 
     Args:
         member: this process.
-        folder: of this start of the job, where its processes meet; nobody else may write in it.
+        folder: the folder of this start of the job, where its processes meet; nobody else may write in it.
         patience_s: how long each waits for another.
 
     Raises:
@@ -203,7 +204,7 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
         raise TrustError(
             member.name,
             expected="connections with the other processes of this training alone",
-            got="a connection whose other end is none of theirs",
+            got="a connection to another program",
             remedy="Find out who connects to the ports of others on this machine or network; training.processes = 1 "
             "opens none. Between machines whose addresses are translated, processes cannot train together.",
         )

@@ -1,6 +1,6 @@
 """The folder of one training: what is trained, how it was started, how far it is, how it ended, as strict documents.
 
-Whoever wants an expert writes `job.json` and what it names; processes on any number of machines that see the folder
+Anybody who wants an expert writes `job.json` and what it names; processes on any number of machines that see the folder
 train it, and leave checkpoints, the expert and `result.json`. Each start has a folder of its own below `runs/`, with
 the progress, the failures and the logs of its processes. Nothing here is a pickle, and each side reads what the other
 wrote as it reads a stranger's: bounded, strict, and verified before use.
@@ -58,7 +58,7 @@ class ArrayLocation(Model):
     Attributes:
         path: the file; below the job's folder where it is relative.
         dtype: as numpy writes it, e.g. ``<f4``.
-        shape: of the array.
+        shape: the shape of the array.
         offset: where it begins, in bytes.
     """
 
@@ -80,7 +80,7 @@ class ReferencedImages(Model):
     """Images that are read from the files that hold them.
 
     Attributes:
-        locations: of the arrays that hold them, one after the other.
+        locations: the locations of the arrays that hold them, one after the other.
         fitted: into which range and shape their values are brought; None where they are taken as float32.
         chosen: which rows, int64; None for all.
         shift, scale: a value x is then ``(x - shift) / scale``; None where it stays.
@@ -101,7 +101,7 @@ class TrainingJob(Document):
     """What is trained.
 
     Attributes:
-        plan_digest: of `plan.json` beside it.
+        plan_digest: the digest of `plan.json` beside it.
         silo_id: the silo, or the island.
         number: which of its experts.
         data: names the images and their conditions; other data have another.
@@ -136,7 +136,8 @@ class Launch(Document):
         work: what is trained, see `work_of`.
         by: this machine alone, in processes that end with the worker, or the operator's command, which outlives it.
         host: where the command was started.
-        pid: of the command; with `started`, in ticks since the machine started, no other process is taken for it.
+        pid: the process id of the command; with `started`, in ticks since the machine started, no other process is
+            taken for it.
         returned: its exit code, once it is known.
         futile: how many starts before this one came no step further.
         step: how far the job was.
@@ -179,8 +180,8 @@ class ProcessFailure(Document):
     Attributes:
         rank: the process's number.
         num_processes: how many share the work.
-        kind: one of our errors, by its exit code; the operating system's, by its number; died, of a process that
-            could not say why; or another error, as text.
+        kind: one of our errors, by its exit code; an error of the operating system, by its number; died, for a process
+            that could not say why; or another error, as text.
         code: the exit code or the number.
         subject, expected, got, remedy: of an error of ours; otherwise the subject says all.
     """
@@ -220,7 +221,7 @@ class TrainingResult(Document):
 
 
 def work_of(plan_digest: str, silo_id: str, number: int, data: str) -> str:
-    """Name what is trained, whoever trains it and how: two folders with the same name lead to the same expert."""
+    """Name what is trained, and not who trains it: two folders with the same name lead to the same expert."""
     return sha256_hex(f"{plan_digest} {silo_id} {number} {data}".encode())
 
 
@@ -247,7 +248,7 @@ class RunFolder:
 
     @property
     def stop(self) -> Path:
-        """Once it is there, the processes write a checkpoint and end."""
+        """The file that makes the processes write a checkpoint and end."""
         return self.path / "stop"
 
     @property
@@ -298,7 +299,7 @@ class JobFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """From where training goes on."""
+        """The checkpoint from which training continues."""
         return self.path / "checkpoints"
 
     @property
@@ -328,7 +329,7 @@ class JobFolder:
 
     @property
     def runs(self) -> Path:
-        """Holds a folder for each start."""
+        """The folder that holds a folder for each start."""
         return self.path / "runs"
 
     def array(self, name: str) -> Path:

@@ -1,9 +1,9 @@
 """Trains one expert as a job: in this process, or by a command that starts the processes.
 
 Where one process of this machine trains, it is this one. Otherwise the folder is all that the processes and this one
-share: what is to be trained is there before they start, and whoever follows them takes from it what verifies, and
+share: what is to be trained is there before they start, and anybody who follows them takes from it what verifies, and
 nothing else. Another start is made only of a job that has ended or is lost, so a worker that starts again after its
-own death follows the job that goes on.
+own death follows the job that continues.
 """
 
 import os
@@ -127,7 +127,7 @@ def train_job(
 
 @dataclass(frozen=True)
 class _JobRun:
-    """A job and whoever waits for it, see `train_job`."""
+    """A job and the process that waits for it, see `train_job`."""
 
     task: TrainingTask
     folder: JobFolder
@@ -154,7 +154,7 @@ class _JobRun:
         return follower.follow(self.task.work, self.on_progress, self.should_stop)
 
     def _follow_earlier_start(self) -> TrainingResult | None:
-        """Follow the start that an earlier process made by a command, if it may still go on."""
+        """Follow the start that an earlier process made by a command, if it may still continue."""
         launch = read_document(Launch, self.folder.launch)
         if launch is None or launch.by != "command":
             return None

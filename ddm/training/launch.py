@@ -1,12 +1,12 @@
-"""Starts a job by one command, and follows it through the job's folder: its progress, whether it goes on, its end.
+"""Starts a job by one command, and follows it through the job's folder: its progress, whether it continues, its end.
 
 The command is `ddm.training.local` or the operator's: `srun`, `sbatch`, `kubectl`. It is started as words that no
 shell reads, and inherits no descriptor of this process. The local command runs under a guard and ends with this
 process. The operator's leads a session of its own, so neither Ctrl-C nor the end of this process reaches it, and a
 later process finds it by what `launch.json` says.
 
-Whoever follows a start looks at nothing but the folder and the command, so a later process follows as well as the one
-that made the start. Clocks of other machines are not trusted: a sign of life counts when it changes.
+Anybody who follows a start looks at nothing but the folder and the command, so a later process follows as well as the
+one that made the start. Clocks of other machines are not trusted: a sign of life counts when it changes.
 """
 
 import os
@@ -107,7 +107,7 @@ class LaunchCommand:
         return "unknown"
 
     def wait(self, timeout_s: float) -> None:
-        """Wait at most so long for its end."""
+        """Wait at most this long for its end."""
         self._program.wait(timeout_s)
 
     def end(self) -> None:
@@ -127,7 +127,7 @@ def start_local(folder: JobFolder, launch: Launch, num: int, threads: int) -> La
         folder: the job's.
         launch: the start.
         num: how many processes.
-        threads: of each.
+        threads: the number of threads of each.
     """
     # Processes that are killed remove nothing, so this one removes the folder of their temporary files.
     scratch = tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True)
@@ -189,7 +189,7 @@ class StartStatus:
     """What is known of a start at one moment.
 
     Attributes:
-        condition: of its command.
+        condition: the condition of its command.
         is_alive: whether it ever gave a sign of life.
         has_ended: whether its first process said that it ends.
         silent_s: since its last sign of life, or since somebody looks for one.
@@ -204,7 +204,7 @@ class StartStatus:
 
 
 def judge(status: StartStatus, settings: TrainingSettings) -> Verdict:
-    """Say whether a start without a result goes on, has ended, or was lost; in doubt it goes on.
+    """Say whether a start without a result continues, has ended, or was lost; in doubt it continues.
 
     Taking a living start for a dead one would begin a second one beside it; taking a dead one for a living one costs
     time only.
@@ -240,7 +240,7 @@ class StartFollower:
     Args:
         folder: the job's.
         launch: the start.
-        command: that made it.
+        command: the command that made it.
         settings: the site's.
     """
 
@@ -348,8 +348,8 @@ class StartFollower:
         """Let a later process know that the command ended, and how."""
         code = self.command.returncode
         if not self.command.is_local and code is not None and self.launch.returned is None:
-            # A process id says nothing once its process was collected, and whoever follows next cannot ask for the exit
-            # code.
+            # A process id says nothing once its process was collected, and anybody who follows next cannot ask for the
+            # exit code.
             self.launch = self.launch.model_copy(update={"returned": code})
             write_document(self.launch, self.folder.launch)
 
@@ -385,7 +385,7 @@ def cause(failures: Sequence[ProcessFailure], *, is_retried: bool) -> BaseExcept
 
     Args:
         failures: what was written about processes.
-        is_retried: whether a death is answered by another start, and so is no error.
+        is_retried: whether a death is answered by another start, and so is not an error.
     """
     named = [failure for failure in failures if failure.kind in ("ours", "system")]
     if named:
@@ -408,7 +408,7 @@ def finished(folder: JobFolder, work: str) -> TrainingResult | None:
 
 def futile_starts_error(run: RunFolder, num_starts: int) -> SetupError:
     """Return the error of a job that comes no further, however often it is started."""
-    got = f"{num_starts} starts in a row that ended without a step further"
+    got = f"{num_starts} starts in a row that made no further step"
     last_line = _last_line(run)
     if last_line:
         got += f"; the last: {last_line}"
@@ -416,7 +416,7 @@ def futile_starts_error(run: RunFolder, num_starts: int) -> SetupError:
         "training.launcher",
         expected="a job that trains",
         got=got,
-        remedy=f"Look into {run.path}, where the logs of the last start are, and into those of the scheduler. Correct "
+        remedy=f"Read the logs of the last start in {run.path}, and those of the scheduler. Correct "
         "the command in silo.toml, then run this again: it goes on from the last checkpoint.",
     )
 
@@ -432,8 +432,8 @@ def _vanished(subject: str, got: str) -> SetupError:
         subject,
         expected="its answer",
         got=got,
-        remedy="Run the command again: it goes on from the last checkpoint. SIGKILL without anybody's doing is a "
-        "machine out of memory: fewer training.processes in silo.toml, or more training.accumulate.",
+        remedy="Run the command again: it goes on from the last checkpoint. If nobody sent "
+        "SIGKILL, the machine ran out of memory: fewer training.processes in silo.toml, or more training.accumulate.",
     )
 
 

@@ -1,8 +1,8 @@
 """`python -m ddm.training.local FOLDER --launch ID --processes N`: starts the processes of a job on this machine.
 
-It is to one machine what `srun` is to a cluster: whoever follows the job sees one command and the job's folder. When a
-process ends badly, the others cannot go on without it, and are ended too. A process that was killed could not say why,
-so this one writes how it ended.
+It is to one machine what `srun` is to a cluster: anybody who follows the job sees one command and the job's folder.
+When a process ends badly, the others cannot continue without it, and are ended too. A process that was killed could not
+say why, so this one writes how it ended.
 """
 
 import argparse

@@ -139,7 +139,7 @@ def train(
     state = TrainingState(model, settings, process, run.engine.accumulate, stops=run.stops)
     if run.engine.threads is not None:
         state.threads = run.engine.threads
-    # A run that goes on keeps the number of threads with which it began.
+    # A run that continues keeps the number of threads with which it began.
     state.restore(checkpoints)
     steps: _Steps
     if private is not None:
@@ -164,7 +164,7 @@ def _recipe(
     teach: Teach | None,
     private: PrivateTraining | None,
 ) -> list[object]:
-    """Return what a run is trained by; the engine is not part of it, so that a run may go on with another one."""
+    """Return what a run is trained by; the engine is not part of it, so that a run may continue with another one."""
     recipe: list[object] = [
         settings.model_dump(),
         repr(objective.path),
@@ -188,7 +188,7 @@ def _take_steps(
     """Take the steps that the recipe still has, write averages at theirs, and checkpoints by the clock and at the end.
 
     Args:
-        state: of the run.
+        state: the state of the run.
         steps: draws and takes each step.
         checkpoints: of the run.
         run: where it is trained.

@@ -5,7 +5,7 @@ before noise is added. So the file has mode 0600 and stays where it was written:
 trained expert. At a silo both are in the site's private folder, and nothing that the courier sends is made from it.
 
 The file is bounded: a line at most every `PROGRESS_STEPS` steps, and at most `MAX_LINES` lines and one for the last
-step. A run that was killed goes on from a checkpoint, so that some of its steps are taken again. Their lines are
+step. A run that was killed continues from a checkpoint, so that some of its steps are taken again. Their lines are
 removed first, and each line says over how many steps it is a mean: a shorter one is the first after a resume.
 """
 
@@ -81,7 +81,7 @@ class StepMetrics(Model):
 
 
 def line_spacing(num_steps: int) -> int:
-    """Return the number of steps between two lines of a run of so many steps."""
+    """Return the number of steps between two lines of a run of this many steps."""
     return PROGRESS_STEPS * max(1, ceil(num_steps / (PROGRESS_STEPS * MAX_LINES)))
 
 
@@ -89,7 +89,7 @@ class MetricsRecorder:
     """Writes the learning curve of a run into a file, from the reports of its progress.
 
     Args:
-        path: the file; lines of an earlier process stay up to the checkpoint from which this one goes on.
+        path: the file; lines of an earlier process stay up to the checkpoint from which this one continues.
         writers: receive the same values.
     """
 

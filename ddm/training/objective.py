@@ -12,7 +12,7 @@ class TrainingObjective:
 
     Attributes:
         path: the probability path, from which x_t is made.
-        t_distribution: of the training times.
+        t_distribution: the distribution of the training times.
         prediction: what the network predicts at x_t.
     """
 

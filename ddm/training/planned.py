@@ -67,8 +67,8 @@ class PlannedExpert:
         base: the expert that it starts from; None for random weights.
         engine: how this machine trains.
         stops: whether a gradient that is not finite ends the training, see `ddm.training.state.TrainingState`, and
-            whether weights that no reader takes are an error. At a silo they do not: the plan's weights may overflow,
-            or cross the bound, for one image, and a stop would show it.
+            whether weights that readers refuse are an error. Not at a silo: the plan's weights may overflow, or cross
+            the bound, for one image only, and a stop would reveal that.
         paid: private training, as the ledger paid for it.
     """
 
@@ -163,7 +163,7 @@ class PlannedExpert:
         if unit_N is None or secret is None or self.paid is None:
             raise SetupError(
                 "private training",
-                expected="each image's unit, a secret and what was paid for",
+                expected="each image's unit, a secret and the debit in the ledger",
                 got="not all of these",
                 remedy="Only a silo's worker, whose ledger pays for it, can train such an expert.",
             )

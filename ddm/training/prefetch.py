@@ -1,8 +1,8 @@
 """Batches drawn beside the step: while the model computes one, threads read and draw the next few.
 
-A batch is a function of the seed and the number of its step, so it is the same whoever draws it, and when; a run that
-is stopped or killed loses the batches drawn ahead and draws them again. Noise is drawn on the CPU even where a GPU
-trains: torch's generators differ between devices, and an expert would then depend on the machine by more than
+A batch is a function of the seed and the number of its step, so it is the same regardless of who draws it, and when; a
+run that is stopped or killed loses the batches drawn ahead and draws them again. Noise is drawn on the CPU even where a
+GPU trains: torch's generators differ between devices, and an expert would then depend on the machine by more than
 rounding. What a GPU gets is in pinned memory, and is copied while it works.
 """
 

@@ -55,7 +55,7 @@ class PrivateTraining:
         paid: noise and sampling, as the ledger paid for them. Where units of the data are held out from training, the
             rate is still that of all units together, which is public.
         unit_N: each image's unit, from 0 without a gap.
-        secret: of this training, see `ddm.privacy.secret_stream`.
+        secret: the secret of this training, see `ddm.privacy.secret_stream`.
     """
 
     terms: DpSgd
@@ -117,7 +117,7 @@ def make_private(unit_N: Tensor, terms: DpSgd, num_steps: int) -> PrivateTrainin
     Args:
         unit_N: each image's unit, such as its patient, from 0 without a gap, int64 (N,).
         terms: epsilon, delta and how units enter a step.
-        num_steps: of the training.
+        num_steps: the number of steps of the training.
 
     Raises:
         DataError: numbers of units with a gap.
@@ -171,7 +171,7 @@ class PrivateSteps:
     """Draws the units of each step, and takes it.
 
     Args:
-        state: of the run.
+        state: the state of the run.
         private: see `PrivateTraining`.
         examples: the images.
         objective: what the model predicts.

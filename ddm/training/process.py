@@ -1,4 +1,4 @@
-"""What each process of a job does, whoever started it: train its part, and leave signs of life, an end, a result.
+"""What each process of a job does: train its part, and leave signs of life, an end, a result.
 
 Every process reads the folder alone. The first one also writes every few seconds that it is alive, checks whether it
 is to stop or another start has taken its place, and holds the folder's lock as long as it writes.
@@ -200,8 +200,8 @@ def _check_number(job: TrainingJob, member: Member) -> None:
         raise SetupError(
             "training.processes",
             expected=f"{num} processes, as silo.toml says",
-            got=f"{member.num}, as this process was told by whoever started it",
-            remedy="Let training.processes in silo.toml be the number that training.launcher starts, on all machines "
+            got=f"{member.num}, as the launcher told this process",
+            remedy="Set training.processes in silo.toml to the number that training.launcher starts, on all machines "
             'together, or "auto". srun and mpirun tell each process; for others, set RANK and WORLD_SIZE.',
         )
 
@@ -248,8 +248,8 @@ def _explained_timeouts(member: Member) -> Iterator[None]:
             raise
         raise SetupError(
             member.name,
-            expected=f"the other processes' part within {PATIENCE_S:.0f} s",
-            got="no word from at least one of them",
+            expected=f"an answer of the other processes within {PATIENCE_S:.0f} s",
+            got="no answer from at least one of them",
             remedy="One of them hangs or was stopped. Run the command again: it goes on from the last checkpoint.",
         ) from error
 

@@ -17,7 +17,7 @@ class Interval:
         gradient_norm: mean of the gradient's norm before clipping, where a step without a finite gradient counts as 0;
             None for private training, which clips the gradient of each unit.
         num_images: images that the steps learned from, the expected number for private training.
-        seconds: that these steps took, with the checkpoints between them.
+        seconds: the seconds that these steps took, with the checkpoints between them.
     """
 
     num_steps: int

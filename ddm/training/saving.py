@@ -46,7 +46,7 @@ class CheckpointSchedule:
         return now - self._saved_at >= self._pause_s(now - self._started_at)
 
     def _pause_s(self, trained_s: float) -> float:
-        """Return the least time since the last checkpoint, in a process that began so long ago."""
+        """Return the least time since the last checkpoint, in a process that began this long ago."""
         if self._checkpoint_s == 0:
             return 0.0
         pause_s = min(self._checkpoint_s, max(FIRST_PAUSE_S, trained_s / 2))
@@ -67,7 +67,7 @@ class AgreedAction:
 
     Attributes:
         stop: whether they end, with a checkpoint.
-        save: whether they save a checkpoint and go on.
+        save: whether they save a checkpoint and continue.
     """
 
     stop: bool = False
@@ -80,7 +80,7 @@ class Agreement:
     Args:
         process: this one, and how many there are.
         should_stop: of this process; True in one of them is enough.
-        schedule: of the first process, whose clock decides for all.
+        schedule: the schedule of the first process, whose clock decides for all.
         clock: returns seconds.
     """
 

@@ -35,7 +35,7 @@ def parse_writer(text: str, folder: Path) -> WriterChoice:
 
     Args:
         text: as it was typed.
-        folder: of the islands, from which the default target follows.
+        folder: the folder of the islands, from which the default target follows.
 
     Raises:
         SetupError: there is no such writer.
@@ -62,7 +62,7 @@ def open_writer(choice: WriterChoice, name: str) -> "MetricsWriter":
 
     Args:
         choice: the program and its target.
-        name: of the training among others of the same target.
+        name: the name of the training among others of the same target.
 
     Raises:
         SetupError: the program's library is not installed.
@@ -80,7 +80,7 @@ class TensorBoardWriter:
     """Writes event files for TensorBoard, which opens no connection.
 
     Args:
-        folder: of one training. Where an earlier process wrote a curve to it, the new one takes its place.
+        folder: the folder of one training. Where an earlier process wrote a curve to it, the new one takes its place.
 
     Raises:
         SetupError: TensorBoard is not installed.
@@ -118,8 +118,8 @@ class WandbWriter:
     """Writes a run of Weights & Biases, which goes to its server unless WANDB_MODE is `offline`.
 
     Args:
-        project: of the runs.
-        name: of the run.
+        project: the project of the runs.
+        name: the name of the run.
 
     Raises:
         SetupError: the library is not installed.

@@ -1,6 +1,6 @@
 """The one Flower application that a silo runs: what `aggregator run` ships, known by a digest in this package.
 
-The application's modules only import installed code. The attack: whoever controls an aggregator ships another one,
+The application's modules only import installed code. The attack: anybody who controls an aggregator ships another one,
 which a SuperNode would install and run as the courier's user. A silo therefore compares before it unpacks.
 """
 
@@ -62,7 +62,7 @@ def check_application(archive: bytes) -> None:
 
 
 def application_digest(archive: bytes) -> str | None:
-    """Return the digest of an archive's files, None for what is no small archive of distinct files.
+    """Return the digest of an archive's files, None for what is not a small archive of distinct files.
 
     The archive's own bytes depend on the compressor, and its settings on who wrote the TOML; so files are digested, and
     the settings as what they say.

@@ -29,7 +29,7 @@ MAX_SPANS = 1024
 # Of one silo to one plan.
 MAX_SUBMISSIONS = 20
 MAX_RECEIPT_BYTES = 1024 * 1024
-# A reply may be held back for so long; the message's time to live grows by it (`aggregator.transfer.dispatcher`).
+# A reply may be held back for this long; the message's time to live grows by it (`aggregator.transfer.dispatcher`).
 MAX_WAIT_S = 60
 
 SiloState = Literal[
@@ -78,10 +78,10 @@ class Status(Model):
     """What the worker reports in `outbox/status.json`.
 
     Attributes:
-        state: of the work on the plan.
-        progress: of the training, in percent.
+        state: the state of the work on the plan.
+        progress: the progress of the training, in percent.
         sequence: counts submissions; 0 before the first.
-        code: 0 while the work goes on. Else a person at the silo must act first, and this is the exit code of the
+        code: 0 while the work continues. Else a person at the silo must act first, and this is the exit code of the
             error that the worker ended with or waits on: the number, and nothing else of it.
     """
 

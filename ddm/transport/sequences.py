@@ -15,7 +15,7 @@ def sequence_numbers(folder: Path, suffix: str = "") -> set[int]:
     """
     if not folder.is_dir():
         return set()
-    # Parts on their way and other files have names of their own, which are no numbers.
+    # Parts on their way and other files have names of their own, which are not numbers.
     numbers = set()
     for path in folder.iterdir():
         number = path.name.removesuffix(suffix)

@@ -1,8 +1,8 @@
 """Folders that travel in pieces, and arrive whole or not at all.
 
 The sender lists a folder and reads byte ranges of it; the receiver collects ranges, in any order and across restarts,
-in a `.part` folder and renames it when every byte is there. Nothing follows a symbolic link: whoever can place one in a
-folder could otherwise make the other user's process read or write any file of that user.
+in a `.part` folder and renames it when every byte is there. Nothing follows a symbolic link: anybody who can place one
+in a folder could otherwise make the other user's process read or write any file of that user.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def list_folder(
     max_bytes: int,
     with_digest: bool = False,
 ) -> tuple[IndexEntry, ...]:
-    """List a folder of at most so many files and bytes as an index, one entry a file, sorted by path.
+    """List a folder of at most this many files and bytes as an index, one entry a file, sorted by path.
 
     Raises:
         UnsafePathError: see `ddm.io.untrusted.walk`; or a path that may not travel.

@@ -115,7 +115,8 @@ def sign_request(request: SigningRequest, key: SigningKey) -> HolderSignature:
         SignatureError: the key is not a holder's.
         DocumentError: the request does not parse.
     """
-    # Before signing: a signature by another key would only be found out in the end, by whoever completes the ceremony.
+    # Before signing: a signature by another key would only be found out in the end, by the one who completes the
+    # ceremony.
     _check_holder(request, key.public)
     payload = request.payload.encode()
     return HolderSignature(

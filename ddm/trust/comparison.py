@@ -1,7 +1,7 @@
 """Codes of six words: each stands for a digest, so that two people can compare it on the telephone.
 
-An invitation, a root and a card have codes. Whoever replaces an invitation or a card on its way can try keys until the
-code of the forgery is the right one. So the words carry 66 bits, and scrypt makes every trial cost time and memory
+An invitation, a root and a card have codes. Anybody who replaces an invitation or a card on its way can try keys until
+the code of the forgery is the right one. So the words carry 66 bits, and scrypt makes every trial cost time and memory
 (docs/adr/0080-a-code-of-six-words.md).
 """
 

@@ -181,7 +181,7 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
     if plan_id is not None:
         _check_ids(plan_id, delegates)
     num_keys = len(set(delegates.silos.values()))
-    # Whoever has the key of two silos could answer for both.
+    # Anybody who has the key of two silos could answer for both.
     if num_keys != len(delegates.silos):
         raise RoleError(
             str(plan_id),

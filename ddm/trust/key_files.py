@@ -1,8 +1,8 @@
 """Private keys on disk: PKCS #8 (RFC 5958), encrypted under a passphrase by scrypt and AES-256-CBC (RFC 8018).
 
 `BestAvailableEncryption` of the library derives the key of the file with 2,048 rounds of PBKDF2: a passphrase of three
-letters falls in seconds to whoever has a copy. scrypt with the cost below takes a fifth of a second and 16 MiB for each
-guess (docs/adr/0076). Every program that reads PKCS #8 opens these files, such as ``openssl pkey``.
+letters falls in seconds to anybody who has a copy. scrypt with the cost below takes a fifth of a second and 16 MiB for
+each guess (docs/adr/0076). Every program that reads PKCS #8 opens these files, such as ``openssl pkey``.
 """
 
 import base64
@@ -229,8 +229,9 @@ def _cipher(key: bytes, initialization_vector: bytes) -> Cipher[modes.CBC]:
     return Cipher(algorithms.AES256(key), modes.CBC(initialization_vector))
 
 
-# The keys that one command makes have one passphrase, so that one salt for all of them makes no guess cheaper: whoever
-# has one file tries guesses on that one. Several keys then take one derivation to make and to open, in place of nine.
+# The keys that one command makes have one passphrase, so that one salt for all of them makes no guess cheaper: anybody
+# who has one file tries guesses on that one. Several keys then take one derivation to make and to open, in place of
+# nine.
 @lru_cache(maxsize=8)
 def _salt(passphrase: bytes) -> bytes:
     return os.urandom(_SALT_BYTES)

@@ -1,9 +1,9 @@
 """A silo's change of its signing key: sealed by the new key inside and by the old key outside; pure functions.
 
 The new key's seal proves that the silo holds it: otherwise a silo could announce somebody else's key as its own. The
-old key's seal proves that the silo wants the change: otherwise the aggregator could announce a key of its own. Whoever
-remembers the old key accepts the new one without asking anybody. A list of such rotations is a chain, which leads from
-a remembered key over several to the present one.
+old key's seal proves that the silo wants the change: otherwise the aggregator could announce a key of its own. Anybody
+who remembers the old key accepts the new one without asking anybody. A list of such rotations is a chain, which leads
+from a remembered key over several to the present one.
 """
 
 from collections.abc import Sequence

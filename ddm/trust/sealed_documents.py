@@ -1,7 +1,7 @@
 """The sealed documents of one plan between silo and aggregator: receipts, and a silo's notice that it left the plan.
 
-A valid seal shows who wrote a document, not that it is for this plan. Whoever opens one therefore names the plan, the
-silo and, for a receipt, the submission that it must be about. Otherwise an old document with a valid seal could be
+A valid seal shows who wrote a document, not that it is for this plan. Anybody who opens one therefore names the plan,
+the silo and, for a receipt, the submission that it must be about. Otherwise an old document with a valid seal could be
 sent again in place of a new one (a replay).
 """
 
@@ -93,7 +93,7 @@ def open_leave_notice(
     # The silo's own key: neither its courier nor the aggregator can say in its name that it left.
     payload, _ = open_sealed(sealed, LEAVE_KIND, key, MAX_LEAVE_BYTES)
     notice = Leave.parse(payload, subject="leave")
-    # Another federation may have a plan of this very id, chosen by whoever would take the silo out of this one.
+    # Another federation may have a plan of this very id, chosen by the one who would take the silo out of this one.
     notice.check_federation(root_digest, "leave")
     if (notice.plan_id, notice.silo_id) != (plan_id, silo_id):
         raise ReplayError(

@@ -235,5 +235,8 @@ class SiloKeyStore:
             data = read_small(self.folder, KEYS_NAME, MAX_KEYS_BYTES, subject=subject)
             return SiloKeyRecord.parse(data, subject=subject, limit=MAX_KEYS_BYTES)
         except DocumentError as error:
-            error.remedy = "The memory is damaged. Delete this file only if you know the silos' keys otherwise."
+            error.remedy = (
+                "The memory is damaged. Delete this file only if you know the silos' keys from "
+                "another source."
+            )
             raise

@@ -2,7 +2,7 @@
 
 The role's name contains plan and silo, and the paths that it may list begin with both. A submission can therefore
 neither be sent again for another plan, nor sent in another silo's name. The role also names the federation: its silo
-signs for this one, whoever delegates to its key.
+signs for this one, regardless of who delegates to its key.
 """
 
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ def default_state_folder() -> Path:
 def locked_state_folder(folder: Path, consequence: str) -> Iterator[None]:
     """Hold the lock of one root's folder while a store is written; the folder is created if it is missing.
 
-    Two verifications at the same time are no mistake, so that each waits for the other.
+    Two verifications at the same time are not a mistake, so that each waits for the other.
 
     Args:
         folder: that of `ddm.trust.version_store.VersionStore`.
@@ -38,7 +38,7 @@ def locked_state_folder(folder: Path, consequence: str) -> Iterator[None]:
         SetupError: the folder cannot be written for another reason.
     """
     try:
-        # For this user alone: whoever can write here can make a rollback pass.
+        # For this user alone: anybody who can write here can make a rollback pass.
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with lock_file(folder / ".lock"):
             yield

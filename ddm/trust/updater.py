@@ -39,7 +39,7 @@ from ddm.trust.rules import MAX_ROOT_ROTATIONS
 from ddm.trust.verify import MAX_METADATA_BYTES
 
 ReadFile = Callable[[str, int], bytes]
-"""Reads a file of the release by its path, of at most so many bytes."""
+"""Reads a file of the release by its path, of at most this many bytes."""
 
 # The client's errors, the special ones before the general ones.
 _ERRORS: tuple[tuple[type[Exception], type[TrustError]], ...] = (

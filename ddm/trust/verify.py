@@ -91,7 +91,7 @@ class VerifiedRelease:
         versions: role to version.
         expires: when the timestamp expires.
         expired: whether it has, which only `archived` accepts.
-        notices: what the reader should know of silos that changed their key, vanished or appeared since the last
+        notices: what the reader should know about silos that changed their key, vanished or appeared since the last
             release.
         log_keys: verifier keys of the federation's log, as the roots name them, the newest last.
     """
@@ -156,7 +156,7 @@ def verify_release(
         folder: holds ``metadata/`` and ``targets/``, and nothing else.
         root: the content of 1.root.json, known out of band.
         state: where to remember versions and the silos' keys; None detects no rollback and no changed key.
-        known_keys: what the reader knows of the silos' keys; nothing when None.
+        known_keys: what the reader knows about the silos' keys; nothing when None.
         archived: accept an expired timestamp (then `expired` is true), and only that.
         later: the files whose digests the caller will check.
         before_recording: what else must hold before the versions are remembered; raises what it refuses.
@@ -175,7 +175,7 @@ def verify_release(
         state=state,
         now=now or datetime.now(UTC),
         pinned_keys=pinned,
-        # Whoever pins a key consents to it as well.
+        # Anybody who pins a key consents to it as well.
         accepted_keys=accepted | pinned,
         archived=archived,
         later=later,

@@ -38,7 +38,7 @@ class ExpertAudit(Model):
         verdict: on it.
         reason: for it.
         num_members: units trained on that were attacked.
-        num_holdout_units: units held out that are no duplicates of training images.
+        num_holdout_units: units held out that are not duplicates of training images.
         deciding_auc: of the attacks that decide, chosen on some units and measured on others.
         deciding_tpr: share of members that they find at 1% false positives.
         auc: of each attack by itself.
@@ -46,7 +46,7 @@ class ExpertAudit(Model):
         copies: share of samples that are near copies, by space.
         control: the larger AUC of the deciding attacks on the overfitted copy.
         unseen: whether members and units held out look the same to an expert that learned neither.
-        num_samples: drawn.
+        num_samples: the number of samples drawn.
     """
 
     expert_id: ExpertId
@@ -68,7 +68,7 @@ class AuditReport(Document):
     """The measurement and its verdict. It stays on the site; only its digest leaves, which the salt makes meaningless.
 
     Attributes:
-        num_holdout_units: of the site.
+        num_holdout_units: the number of units that the site holds out.
         salt: random, so that nobody can try reports against the digest.
         experts: the audit of each expert, where there was one.
     """

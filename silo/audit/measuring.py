@@ -65,7 +65,7 @@ class _Audit:
 
     Attributes:
         expert: the audited expert.
-        store: of its measurements.
+        store: the store of its measurements.
         counter: of evaluations.
         should_stop: a True stops a training after a checkpoint.
     """
@@ -210,8 +210,8 @@ def _reference(audit: _Audit) -> BaseExpert:
 def _shadow(audit: _Audit, number: int) -> BaseExpert:
     """Return the expert trained on with its own images except the members'.
 
-    It forgets members, and keeps what it knows of all others. So its errors tell memory of an image from an image that
-    is easy, which an expert trained from the start would only do after as many steps as the expert itself took.
+    It forgets members, and keeps what it knows about all others. So its errors tell memory of an image from an image
+    that is easy, which an expert trained from the start would only do after as many steps as the expert itself took.
 
     Source:
         After Chen et al. 2021, arXiv 2005.02205: a model before and after it unlearned a record gives the record away.
@@ -259,9 +259,9 @@ def _train(
 
     Args:
         audit: the audit.
-        name: of the trained expert, and of its file.
+        name: the name of the trained expert, and of its file.
         image_I: the numbers of the images that it learns.
-        num_steps: of the training.
+        num_steps: the number of steps of the training.
         base: the expert that it starts from; None for random weights.
         overfits: see `AuditedExpert.planned`.
         draw: see `AuditedExpert.planned`.
@@ -386,7 +386,7 @@ def _draw_chunk(
     rows = []
     for latents in latent_blocks:
         images = expert.files.latent.decode(latents, replacement=0.0)
-        # An expert may give anything; a sample that is not a number is no copy, and must not stop the audit.
+        # An expert may give anything; a sample that is not a number is not a copy, and must not stop the audit.
         images = images.clamp(low, high).nan_to_num(0.0)
         rows.append(_rows_in_spaces(expert, images))
     chunk = {}

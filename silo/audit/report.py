@@ -151,7 +151,7 @@ def gate(
     Args:
         report: the audit's.
         policy: the site's.
-        plan_digest: of the plan in work.
+        plan_digest: the digest of the plan in progress.
         now: the time at which the waiver must be valid.
 
     Raises:
@@ -183,7 +183,7 @@ def check_waiver(
         AuditError: it is.
     """
     if waiver.plan_digest != plan_digest:
-        expected = f"a waiver for the plan in work, {plan_digest[:16]}"
+        expected = f"a waiver for the plan in progress, {plan_digest[:16]}"
         got = f"one for {waiver.plan_digest[:16]}"
         raise AuditError("audit.waiver.plan_digest", expected=expected, got=got)
     if waiver.expires_at <= now:

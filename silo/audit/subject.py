@@ -71,7 +71,7 @@ class AuditedExpert:
         learned_N: the numbers of the images that it learned.
         holdout_N: the numbers of the images held out that are like its own.
         public: the public expert that it started from, which then is the reference.
-        secret: of the site; decides which units are tested.
+        secret: the secret of the site; decides which units are tested.
         num_samples: at most.
         settings: how this site trains.
         folder: private, of this expert's audit.
@@ -124,7 +124,7 @@ class AuditedExpert:
     def seed(self) -> int:
         """A secret number, the same after a restart.
 
-        Whoever signs plans knows plan and expert, and must not know which units are tested.
+        Anybody who signs plans knows plan and expert, and must not know which units are tested.
         """
         message = f"audit {self.plan.digest} {self.expert_id}"
         digest = hmac.digest(self.secret, message.encode(), "sha256")
@@ -160,7 +160,7 @@ class AuditedExpert:
 
     @cached_property
     def members(self) -> AttackedUnits:
-        """As many units that the expert learned, drawn at random, and never more than half of them."""
+        """The same number of units that the expert learned, drawn at random, and never more than half of them."""
         return self._draw_units(self.learned_N, self.num_members, self.seed + 1)
 
     @cached_property
@@ -194,7 +194,7 @@ class AuditedExpert:
 
         Args:
             base: the expert that it starts from; None for random weights.
-            num_steps: of the training.
+            num_steps: the number of steps of the training.
             overfits: see above.
             draw: of its random numbers; every draw takes other batches and other noise.
         """

@@ -36,7 +36,7 @@ class WorstFindings(Document):
         pair_images: the number of each pair's image in the site's data, from 0.
         pair_distances: in pixels, over the usual distance of held-out images.
         suspects: numbers of images of the units that attacks suspect most, from 0.
-        suspicion: of each, in standard deviations of the units held out.
+        suspicion: the suspicion of each, in standard deviations of the units held out.
     """
 
     format: Literal["archipelago/audit-worst/1"] = "archipelago/audit-worst/1"
@@ -58,7 +58,7 @@ def write_worst(
 
     Args:
         expert: the expert.
-        store: of its measurements, with thumbnails of the samples.
+        store: the store of its measurements, with thumbnails of the samples.
         membership: the attacks on it.
         neighbours: the nearest learned images of samples, by pixels.
         scale: by pixels.

@@ -92,7 +92,7 @@ def launcher_findings(launcher: LauncherFacts | None) -> Iterator[Finding]:
         yield Finding(
             str(jobs),
             expected="the folder training.jobs, which every machine sees",
-            got="nothing there; the worker would make it, and other machines may not see it",
+            got="no such folder; the worker would make it, and other machines may not see it",
             remedy=f"Mount it, or make it where every machine of the job sees it: mkdir -m 700 {jobs}",
             level="warn",
         )
@@ -106,7 +106,7 @@ def launcher_findings(launcher: LauncherFacts | None) -> Iterator[Finding]:
     elif launcher.danger is not None:
         yield Finding(
             str(jobs),
-            expected="a folder into which the worker's user alone can put anything: jobs believe what is in it",
+            expected="a folder in which only the worker's user can write, since jobs trust its content",
             got=launcher.danger,
             remedy="Take the folder that is named from others (chown, chmod go-w), or set training.jobs in silo.toml "
             "to another place.",
@@ -116,6 +116,6 @@ def launcher_findings(launcher: LauncherFacts | None) -> Iterator[Finding]:
             str(jobs),
             expected="closed to others: images are copied there while a job trains",
             got=f"mode {launcher.mode:03o}",
-            remedy=f"chmod o= {jobs}, or let training.jobs in silo.toml name a folder of the worker's own below it.",
+            remedy=f"chmod o= {jobs}, or set training.jobs in silo.toml to a folder of the worker below it.",
             level="warn",
         )

@@ -40,17 +40,17 @@ class SiteFacts:
         errors: what could not be read or did not verify, by check.
         settings: silo.toml.
         policy: policy.toml.
-        packages: what Python and the installed packages are not as they should be.
+        packages: faults in the versions of Python and of the installed packages.
         torch: the one of this environment; None where it cannot be loaded.
         has_gpu: whether the machine has one of NVIDIA's.
-        num_cores: that this process may use.
+        num_cores: the number of cores that this process may use.
         launcher: what starts a job's processes; None where this machine trains by itself.
         memory_bytes: available.
         disk_bytes: free where the worker writes.
         ahead_s: by how much this clock is ahead of the aggregator's; None where that is not known.
         connection: why no TLS connection to the aggregator came about; None if one did.
         proxy: through which the connection goes, without user and password.
-        modes: of what is private.
+        modes: the modes of what is private.
         key_encrypted: whether the signing key opens with a passphrase only; None without a key.
         root_digest: sha256 of the pinned root; None without one.
         isolation: between worker and courier.
@@ -109,8 +109,8 @@ def _device(facts: SiteFacts) -> Iterator[Finding]:
     if torch is None:
         yield Finding(
             "torch",
-            expected="a torch that loads",
-            got="one that does not",
+            expected="a torch that can be imported",
+            got="an import that fails",
             remedy="Reinstall Archipelago (make setup).",
         )
     elif device == "cuda" and not torch.num_gpus:
@@ -120,7 +120,7 @@ def _device(facts: SiteFacts) -> Iterator[Finding]:
             got=f"no GPU that {_words_of(torch)} finds",
             remedy=f"Set training.device in silo.toml to auto or cpu. Or, for a GPU: {_remedy_for_gpu(torch)}",
         )
-    # Training on the CPU would go on for weeks before anybody asked why.
+    # Training on the CPU would continue for weeks before anybody asked why.
     elif device == "auto" and facts.has_gpu and not torch.num_gpus:
         yield Finding(
             "GPU",
@@ -197,7 +197,7 @@ def _clock(facts: SiteFacts) -> Iterator[Finding]:
     if wrong_time:
         yield Finding(
             "clock",
-            expected="that of the aggregator, give or take 4 minutes",
+            expected="the time of the aggregator, to within 4 minutes",
             got=wrong_time,
             remedy="Set the clock (timedatectl set-ntp true) before anything is signed.",
         )
@@ -249,7 +249,7 @@ def _keys(facts: SiteFacts) -> Iterator[Finding]:
             remedy="Replace it with one that has a passphrase: `silo rotate SITE --out card.json`.",
         )
     settings = facts.settings
-    # Everything is verified from this root: whoever can replace the file decides which plans this site accepts.
+    # Everything is verified from this root: anybody who can replace the file decides which plans this site accepts.
     if settings and facts.root_digest and facts.root_digest != settings.root_digest:
         yield Finding(
             "private/trust/1.root.json",
@@ -280,7 +280,7 @@ def _ledger(facts: SiteFacts) -> Iterator[Finding]:
     if left < privacy.max_epsilon:
         yield Finding(
             "privacy budget",
-            expected=f"epsilon {privacy.max_epsilon:g} left, what one plan may cost",
+            expected=f"epsilon {privacy.max_epsilon:g} left, which one plan may cost",
             got=f"{max(left, 0):.3g} of {privacy.budget_epsilon:g}",
             remedy="Only cheaper plans can be answered. Raising privacy.budget_epsilon weakens what patients were "
             "promised.",
@@ -292,8 +292,8 @@ def _text_reader(facts: SiteFacts) -> Iterator[Finding]:
     if not facts.has_text_reader:
         yield Finding(
             "burned-in text",
-            expected="a second opinion",
-            got="tesseract is not installed: burned-in text is looked for by shapes alone",
+            expected="tesseract as a second way to find it",
+            got="tesseract is not installed, so that burned-in text is searched for by its shapes alone",
             remedy="Install it: `apt-get install tesseract-ocr`.",
             level="warn",
         )

@@ -17,7 +17,7 @@ class TorchBuild:
     Attributes:
         version: its version, such as 2.13.0+cpu.
         cuda: the version of CUDA that it was built with; None for a build for CPUs alone.
-        num_gpus: that it sees.
+        num_gpus: the number of gpus that it sees.
         unsupported_gpus: those of them that it was not compiled for, by name.
     """
 

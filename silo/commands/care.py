@@ -32,7 +32,7 @@ def check(
         findings = examine_machine(read_machine())
     else:
         findings = examine(SiteFactsReader(Site(site).require()).facts())
-    # A finding is no error of this command. It is printed above, and the exit code tells scripts.
+    # A finding is not an error of this command. It is printed above, and the exit code tells scripts.
     if not print_findings(findings, as_json=as_json):
         raise typer.Exit(SetupError.exit_code)
 

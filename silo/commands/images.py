@@ -49,7 +49,9 @@ def scan(
     preview: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.png", dir_okay=False, help="Draw accepted images before and after --plan."
+            metavar="FILE.png",
+            dir_okay=False,
+            help="Picture to write: accepted images before and after the transform of --plan.",
         ),
     ] = None,
     plan: Annotated[

@@ -64,9 +64,9 @@ class JoinOptions:
         images: most images on the card.
         patients: most patients on the card.
         ledger: where the privacy ledger is.
-        passphrase_file: with the passphrase of the key.
+        passphrase_file: the file with the passphrase of the key.
         new_passphrase_file: to make, in its place.
-        yes: whether to go on without asking.
+        yes: whether to continue without asking.
     """
 
     data: Path
@@ -86,7 +86,11 @@ class JoinOptions:
 def join(
     site: Annotated[
         Path,
-        typer.Argument(metavar="SITE", file_okay=False, help="The site's folder, made if need be."),
+        typer.Argument(
+            metavar="SITE",
+            file_okay=False,
+            help="The site's folder; it is made if it does not exist.",
+        ),
     ],
     invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
     data: Annotated[
@@ -116,7 +120,9 @@ def join(
     ] = None,
     unit: Annotated[
         UnitName | None,
-        typer.Option(help="Whom to protect: each patient, or each image where all differ."),
+        typer.Option(
+            help="Unit to protect: patient, or image if every image is of a different person."
+        ),
     ] = None,
     images: Annotated[
         int | None,
@@ -170,7 +176,7 @@ def join(
     if (site / "silo.toml").exists():
         _check_same_site(joined_site, invited, options)
         if renew_address(joined_site, invited):
-            # Its card says nothing of the address: nobody needs a new one.
+            # Its card says nothing about the address: nobody needs a new one.
             say(f"{site} reaches its federation at {invited.address} from now on: silo run {site}.")
             return
         say(
@@ -294,7 +300,7 @@ def _choose_id(site: Site, options: JoinOptions) -> str:
 
 
 def _policy_to_begin_with(site: Site, options: JoinOptions) -> Policy:
-    """Return the policy that a person named, else one that lies in the folder already, else the default."""
+    """Return the policy that a person named, else one that is in the folder already, else the default."""
     if options.policy_file is not None:
         return load_settings(Policy, options.policy_file)
     if (site.path / "policy.toml").exists():

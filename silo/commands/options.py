@@ -35,7 +35,8 @@ ColumnOption = Annotated[
 OutsideOption = Annotated[
     bool,
     typer.Option(
-        "--outside", help="Also read files to which links or a table lead out of the data folder."
+        "--outside",
+        help="Also read files outside of the data folder to which links or a table lead.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]

@@ -27,7 +27,9 @@ def service(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write the files into.")],
     kind: Annotated[
         Kind,
-        typer.Option(help="What separates the two: users under systemd, or rootless containers."),
+        typer.Option(
+            help="How worker and courier are separated: users under systemd, or rootless containers."
+        ),
     ] = Kind.SYSTEMD,
     worker_user: Annotated[
         str | None,

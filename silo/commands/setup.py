@@ -216,7 +216,7 @@ def write_card(site: Site, card: bytes, path: Path) -> None:
     from silo.worker.rotation import published_rotations
 
     write_atomic(path, with_rotations(card, published_rotations(site)))
-    # Nothing in it is secret, and whoever carries it to the aggregator may be another user.
+    # Nothing in it is secret, and anybody who carries it to the aggregator may be another user.
     open_to_everyone(path)
 
 
@@ -229,7 +229,7 @@ def say_card(site: Site, path: Path, *, digests: bool) -> None:
     say(
         f"Card in {path}, for at most {card.agreed}; every silo and every reader of a release sees this number."
     )
-    # Whoever carries the card to the aggregator could replace it: hence the second channel.
+    # Anybody who carries the card to the aggregator could replace it: hence the second channel.
     say("Give it to the aggregator's operator, and read these words to them on the telephone:")
     say(f"  {comparison_code(card.digest, CodeSubject.CARD)}")
     if digests:
@@ -255,7 +255,7 @@ def checked_id(silo_id: str) -> str:
     from ddm.protocol.base import SILO_ID_PATTERN
 
     if not re.fullmatch(SILO_ID_PATTERN, silo_id):
-        remedy = "Choose such a name; the aggregator and all readers see it."
+        remedy = "Choose a name of this form; the aggregator and all readers see it."
         expected = "a letter a-z, then up to 31 of a-z and 0-9"
         raise SetupError("--id", expected=expected, got=repr(silo_id[:40]), remedy=remedy)
     return silo_id

@@ -40,7 +40,9 @@ def run(
     ] = None,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Wait for a waiver without a terminal too, instead of ending."),
+        typer.Option(
+            "--wait", help="Wait for a waiver even without a terminal, instead of ending."
+        ),
     ] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
@@ -277,7 +279,7 @@ def waive(
     plan_digest: Annotated[
         str | None,
         typer.Option(
-            help="Digest of the plan, as `aggregator plan` prints it (default: that of the plan in work)."
+            help="Digest of the plan, as `aggregator plan` prints it (default: that of the plan in progress)."
         ),
     ] = None,
 ) -> None:
@@ -329,18 +331,18 @@ def _checked_day(text: str) -> str:
     """Return the end of a waiver, as it was typed, if it is still to come.
 
     Raises:
-        SetupError: it is no end of a waiver, or it is over.
+        SetupError: it is not an end of a waiver, or it is over.
     """
     from ddm.protocol.base import now_utc
     from silo.plan.waiver import parse_end
 
     if parse_end(text) <= now_utc():
-        raise SetupError("--until", expected="a day to come", got=text)
+        raise SetupError("--until", expected="a day in the future", got=text)
     return text
 
 
 def _plan_to_waive(site: Site, plan_digest: str | None) -> str:
-    """Return the digest of the plan that an operator names, else that of the plan in work."""
+    """Return the digest of the plan that an operator names, else that of the plan in progress."""
     from silo.worker.life import IDLE
     from silo.worker.state import load_state, state_path
 
@@ -350,7 +352,7 @@ def _plan_to_waive(site: Site, plan_digest: str | None) -> str:
     if state.state in IDLE or state.plan_digest is None:
         raise SetupError(
             "waive",
-            expected="a plan in work, or --plan-digest",
+            expected="a plan in progress, or --plan-digest",
             got=f"state {state.state}",
             remedy=(
                 "Let the site take the plan first: `silo run SITE`. Or give --plan-digest, as the "
@@ -371,7 +373,7 @@ def retrain(
     site: SiteArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Train again for the plan in work, on the present images; shows the cost first."""
+    """Train again for the plan in progress, on the present images; shows the cost first."""
     from silo.worker.retraining import assess_retraining
     from silo.worker.retraining import retrain as start_over
 

@@ -136,7 +136,7 @@ def _put_bundle(target: Path, home: Path) -> None:
         if not idle:
             raise BusyError(
                 str(home),
-                expected="a bundle that nobody reads",
+                expected="a bundle that is not in use",
                 got="one that the worker is reading",
                 remedy="Nothing to do: the courier tries again by itself.",
             )

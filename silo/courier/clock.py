@@ -18,7 +18,7 @@ def seconds_ahead(address: str) -> float | None:
     """Return by how many seconds this clock is ahead of the aggregator's, None where that is not known.
 
     A hint for the operator and nothing else, so that the certificate is not checked: with a wrong clock it may well
-    seem expired. Whoever answers instead of the aggregator can only cause a wrong hint.
+    seem expired. Anybody who answers instead of the aggregator can only cause a wrong hint.
     """
     results: list[float | None] = []
     # In a thread with a limit: a server may answer a byte at a time, for ever, and no step would time out.

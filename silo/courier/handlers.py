@@ -202,7 +202,8 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
         raise DocumentError(
             "status.json", expected="a valid status", got="a document of another form"
         ) from None
-    # What this site does for another plan is no news of the one that was asked about, except that it needs a person.
+    # What this site does for another plan says nothing about the one that was asked about, except that it needs a
+    # person.
     if status.plan_id != plan_id:
         return Status(code=status.code)
     return Status.model_validate(status.model_dump(exclude={"plan_id"}))

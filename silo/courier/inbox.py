@@ -5,7 +5,7 @@
     inbox/<plan>/receipts/<n>.json  signed with the receipt key of that plan; <n>.held.json while a person decides
 
 Anything else is removed, and so is a bundle that no longer verifies: one that somebody put there, or an older plan. The
-plan that the worker works on stays, and a folder that it is reading. The attack is to fill the disk: whoever cannot
+plan that the worker works on stays, and a folder that it is reading. The attack is to fill the disk: anybody who cannot
 sign can fill no more than `MAX_UNVERIFIED` times the metadata of a bundle, whatever they send. A signed plan that is
 newer than any other takes the room of older ones.
 """

@@ -21,7 +21,10 @@ _PROXY_REMEDIES = {
     "401": _PASSWORD,  # as tinyproxy answers
     "403": "Ask who runs the proxy to let this machine CONNECT to that host and port.",
 }
-_REMEDY = "Ask whether `aggregator run` is running there, and let this host and port out of the site's firewall."
+_REMEDY = (
+    "Ask whether `aggregator run` is running there, and allow connections to this host and port "
+    "in the site's firewall."
+)
 
 
 def proxy_for(host: str) -> SplitResult | None:
@@ -139,7 +142,7 @@ def explain(address: str, ca: Path) -> str | None:
 
 def _port(proxy: SplitResult) -> int:
     try:
-        # Raises for a port that is no number.
+        # Raises for a port that is not a number.
         return proxy.port or 80
     except ValueError:
         return 80

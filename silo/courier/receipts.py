@@ -1,8 +1,8 @@
 """Takes a receipt into the inbox, once the plan's receipt key has signed it for this silo and submission.
 
 A notice that a person at the aggregator will decide about a submission is signed in the same way, and stored beside the
-receipt to come. The courier verifies although the worker does too: otherwise whoever controls the connection could fill
-the inbox, or put a false receipt in the place of the genuine one.
+receipt to come. The courier verifies although the worker does too: otherwise anybody who controls the connection could
+fill the inbox, or put a false receipt in the place of the genuine one.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def take_receipt(delivery: ReceiptDelivery, receipt: bytes, site: Site) -> Recei
     Raises:
         ReplayError: no such submission was sent, or another receipt for it is here.
         TrustError: the plan's receipt key has not signed it.
-        FormatError: it is no receipt.
+        FormatError: it is not a receipt.
     """
     newest = max(sequence_numbers(site.outbox / delivery.plan_id), default=0)
     # One more than was sent: a notice that the silo was withdrawn takes the number of its next receipt.
@@ -41,7 +41,7 @@ def take_receipt(delivery: ReceiptDelivery, receipt: bytes, site: Site) -> Recei
         if not _has_genuine_receipt(delivery, site):
             group_folder(path.parent, site.inbox)
             write_for_group(path, receipt)
-        # The first genuine answer counts: whoever stole the receipt key later cannot change what was answered.
+        # The first genuine answer counts: anybody who stole the receipt key later cannot change what was answered.
         elif read_bounded(path, MAX_RECEIPT_BYTES) != receipt:
             raise ReplayError("receipt", expected="the one received before", got="other bytes")
     return ReceiptStored()
@@ -82,5 +82,5 @@ def _check_receipt(delivery: ReceiptDelivery, receipt: bytes, site: Site) -> Non
     if is_held != delivery.held:
         expected = "an answer"
         if delivery.held:
-            expected = "word that it waits for a person"
+            expected = "the notice that it waits for a person"
         raise ReplayError("receipt", expected=expected, got=f"the verdict {verdict.kind}")

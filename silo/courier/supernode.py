@@ -48,13 +48,16 @@ REFUSED = "the connection to the aggregator was refused; courier/flwr/supernode.
 _STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
 _PROBLEMS = {
     "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
-    "still believes an earlier connection alive (for a minute at most)",
+    "it still regards an earlier connection as alive (for a minute at most)",
     "CERTIFICATE_VERIFY_FAILED": "the aggregator's certificate is not signed by courier/ca.pem",
     "Unable to parse the private key file": "courier/node.key is not a private key that Flower can read",
     "Connection attempt failed": UNREACHABLE,
     # It makes no further attempt; a proxy that refuses is one reason.
     "Failed to initialize the connection": REFUSED,
-    APPLICATION_REFUSED: "the aggregator ships another application than this version of Archipelago's; it was not run",
+    APPLICATION_REFUSED: (
+        "the aggregator sends an application that differs from that of this version of "
+        "Archipelago; it was not run"
+    ),
     # Signs of a working connection.
     "SuperNode ID:": None,
     "Connection successful": None,

@@ -70,7 +70,7 @@ class CohortRequest:
         data: shape and range of the plan.
         min_images: fewest images that plan and policy accept, counted before the plan's transform.
         unit: privacy unit of the plan.
-        num_classes: of the plan; None if it needs no classes.
+        num_classes: the number of classes of the plan; None if it needs no classes.
         class_names: names that the plan gives its classes, if it does.
         known_classes: the classes that the site declares, all of them among the plan's, in the site's own order; a
             label must be one of these, by name or by its number here.
@@ -105,7 +105,7 @@ class CohortRequest:
 
     @property
     def required_columns(self) -> RequiredColumns:
-        """What the plan needs to know of each picture."""
+        """What the plan needs to know about each picture."""
         return RequiredColumns(
             patients=self.unit == "patient", classes=self.site_classes, captions=self.captions
         )

@@ -39,7 +39,7 @@ def check_declared(source: ImageSource, policy: Policy) -> None:
     """
     declared = policy.data
     data = source.find()
-    # Latents must be declared: whoever reads them as images would see noise.
+    # Latents must be declared: anybody who reads them as images would see noise.
     if data.kind != declared.kind and (declared.kind or data.kind is DataKind.LATENTS):
         expected = f"{declared.kind or 'a kind'}, as policy.toml declares (data.kind)"
         raise DataError("data", expected=expected, got=data.kind.value, remedy=_REMEDY)

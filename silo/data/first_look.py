@@ -36,9 +36,9 @@ class FirstLook:
     """A description of a site's data.
 
     Attributes:
-        summary: of the scan; None for arrays that plans without a transform take too, which need no scan.
+        summary: the summary of the scan; None for arrays that plans without a transform take too, which need no scan.
         problems: why plans without a transform do not take them.
-        remarks: what a person should know of arrays that need no scan; a summary has remarks of its own.
+        remarks: what a person should know about arrays that need no scan; a summary has remarks of its own.
         num_adopted: pictures with a decision that was made before there was a site, and is carried over.
     """
 
@@ -73,7 +73,7 @@ def look_at(source: ImageSource, advance: Advance = lambda num_files: None) -> F
         _refuse_arrays(data, problems)
     summary.require_accepted()
     if not data.looks_like_arrays:
-        # Pictures are no arrays, which is no problem to tell anybody about.
+        # Pictures are not arrays, which is not a problem to tell anybody about.
         problems = []
     return FirstLook(summary, tuple(problems))
 
@@ -117,8 +117,8 @@ class UnitCounts:
     """The numbers of images and patients of a site.
 
     Attributes:
-        images: that are used.
-        patients: whom they show; None if they were not counted.
+        images: the number of images that are used.
+        patients: the number of patients; None if they were not counted.
         unused_parts: images of each part of the data set that is not used.
     """
 
@@ -216,7 +216,7 @@ def _refuse_arrays(data: DataSet, problems: list[DataError]) -> None:
 
 
 def _problems(data: DataSet) -> list[DataError]:
-    """Return why data are no arrays that plans without a transform take."""
+    """Return why data are not arrays that plans without a transform take."""
     try:
         return list(_array_problems(data.require_arrays()))
     except DataError as error:

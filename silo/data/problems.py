@@ -10,7 +10,7 @@ def refuse_all(problems: Sequence[DataError], remedy: str | None = None) -> None
 
     Args:
         problems: in the order in which they are listed.
-        remedy: for several of them; by default the remedies of all.
+        remedy: the remedy for several of them; by default the remedies of all.
 
     Raises:
         DataError: the only problem, or one error that lists all of them.

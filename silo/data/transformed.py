@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RequiredColumns:
-    """What a plan needs to know of each picture.
+    """What a plan needs to know about each picture.
 
     Attributes:
         patients: whether it needs patients.
@@ -85,7 +85,7 @@ def open_transformed(
     Args:
         source: the site's images, with the key of the order of patients if patients are required.
         transform: the plan's.
-        required: what the plan needs to know of each picture.
+        required: what the plan needs to know about each picture.
         folder: private to the worker.
         advance: called with pictures finished and in all, while they are decoded; with files finished and 0, while
             they are scanned.
@@ -139,7 +139,7 @@ def _inputs(images: ScannedImages, required: RequiredColumns) -> list[object]:
         classes = [required.classes.num, required.classes.names]
     inputs: list[object] = [images.digest(required.names), required.names, classes]
     if required.patients:
-        # The copy holds digests under the key of the order, and is no use under another key; this digest identifies
+        # The copy holds digests under the key of the order, and is not a use under another key; this digest identifies
         # the key without revealing it.
         inputs.append(keyed(b"cohort", "", images.source.order_key))
     return inputs
@@ -152,7 +152,7 @@ class _MissingValues:
     Attributes:
         patients: pictures without a patient.
         labels: pictures without a label.
-        unknown_labels: pictures with a label that is no class.
+        unknown_labels: pictures with a label that is not a class.
         long_captions: pictures whose caption is too long.
         has_caption: whether any picture has a caption: one is enough, the others are blank.
     """

@@ -25,7 +25,7 @@ def adopt_decisions(source_folder: Path, folder: Path) -> int:
 
     Args:
         source_folder: of the scans that were made before.
-        folder: of the site's scans.
+        folder: the folder of the site's scans.
 
     Returns:
         How many pictures, by their pixels, were decided about.

@@ -18,7 +18,7 @@ def near_duplicates(hashes: Sequence[str]) -> int:
     crowds of similar pictures the count is a lower bound.
 
     Args:
-        hashes: of pictures that are not equal, from `ddm.images.record.difference_hash`.
+        hashes: the hashes of pictures that are not equal, from `ddm.images.record.difference_hash`.
     """
     num_pictures = len(hashes)
     if num_pictures < 2:

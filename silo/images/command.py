@@ -86,7 +86,7 @@ def image_source(
     """Return the images of a site, or those at a path.
 
     Args:
-        site: whose configuration says what is not given.
+        site: the site whose configuration says what is not given.
         data: the images.
         private: where scans are remembered.
         given_settings: settings that take precedence over the site's, unless they are None.

@@ -30,7 +30,7 @@ create table if not exists decisions (
 
 
 class Decision(StrEnum):
-    """What a person says of one picture."""
+    """What a person says about one picture."""
 
     CLEAR = "clear"
     LEAVE_OUT = "leave out"
@@ -50,7 +50,7 @@ class Decisions:
         """Open the decisions in a private folder, or make both.
 
         Args:
-            folder: of the data set's scans.
+            folder: the folder of the data set's scans.
 
         Raises:
             SetupError: the file is damaged; each method raises it too.
@@ -202,7 +202,7 @@ def _readable(path: Path) -> Iterator[None]:
     """Raise the errors of this file as those of `opened`."""
     try:
         yield
-    # This one first, since it is a DatabaseError too: a full disk or a lock is no damage, for which decisions would
+    # This one first, since it is a DatabaseError too: a full disk or a lock is not damage, for which decisions would
     # have to be made again.
     except sqlite3.OperationalError as error:
         message = f"decisions cannot be read or written ({type(error).__name__})"

@@ -54,7 +54,7 @@ class RememberedFile:
 
     Attributes:
         number: its key in the database.
-        digest: of its content when it was decoded; empty if the content could not be read.
+        digest: the digest of its content when it was decoded; empty if the content could not be read.
         unchanged: whether size and times are the same as then.
         reason: why it gave no picture, or no more pictures.
         detail: more about the reason.
@@ -318,8 +318,8 @@ class PendingFile:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    # This one first, since it is a DatabaseError too: a full disk or a lock is no damage, whose remedy is to delete the
-    # file.
+    # This one first, since it is a DatabaseError too: a full disk or a lock is not damage, whose remedy is to delete
+    # the file.
     except sqlite3.OperationalError as error:
         message = f"the scan's memory cannot be read or written ({type(error).__name__})"
         raise OSError(errno.EIO, message) from error

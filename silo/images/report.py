@@ -23,7 +23,7 @@ def report(
     """Return the lines of a report.
 
     Args:
-        summary: of the scan.
+        summary: the summary of the scan.
         folder: private, of the scan.
         of_site: whether the images are those of a site, whose worker reads them as its configuration says.
         review_command: what to type to look at the images that wait for a person.

@@ -25,9 +25,9 @@ class ReviewPicture:
     """A picture that a person looks at. For this site alone.
 
     Attributes:
-        path: of its file.
-        place: of the picture in its file.
-        record: what its decoder said of it, with all of its flags.
+        path: the path of its file.
+        place: the place of the picture in its file.
+        record: what its decoder said about it, with all of its flags.
     """
 
     path: str
@@ -228,7 +228,7 @@ class Review:
         """Decide about pictures; what has the same pixels may change with them.
 
         Args:
-            numbers: of the pictures.
+            numbers: the numbers of the pictures.
             decision: None takes back what was decided.
         """
         chosen = list(dict.fromkeys(numbers))

@@ -31,7 +31,7 @@ def review_images(
     """Let a person clear flagged images or leave them out: on a page of this machine, or by the names of files.
 
     Args:
-        site: whose configuration names the images, where `data` is None.
+        site: the site whose configuration names the images, where `data` is None.
         data: the images.
         private: where the scan remembers results.
         clear: files and folders whose waiting images are cleared, or numbers on the last preview sheet.
@@ -153,7 +153,7 @@ def _named(
         review: takes in accepted pictures that are to be left out.
         memory: of the last scan.
         sheet: the pictures of the last preview sheet.
-        name: of a file or a folder, or a number on that sheet.
+        name: the name of a file or a folder, or a number on that sheet.
         decision: to be made.
 
     Raises:

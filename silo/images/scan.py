@@ -1,8 +1,8 @@
 """Scans a site's images: finds their files, decodes those that changed since the last scan, and judges every picture.
 
 A scan has two passes. The first one brings the memory up to date: it decodes what is new or changed. The second one
-reads the memory in the order of the files, and says of each picture whether it is accepted. Whether slices in files of
-their own may show a face is known only after the first pass, when all slices of their scan were found.
+reads the memory in the order of the files, and says about each picture whether it is accepted. Whether slices in files
+of their own may show a face is known only after the first pass, when all slices of their scan were found.
 """
 
 import csv
@@ -241,7 +241,7 @@ class ScannedImages:
 
         def jobs() -> Iterator[DecodeJob]:
             for number, (file, remembered) in enumerate(self._files()):
-                # More files than the last second pass saw: nothing says of these which pictures were accepted.
+                # More files than the last second pass saw: nothing says about these which pictures were accepted.
                 if number >= len(self._has_accepted):
                     raise changed_files()
                 if remembered is not None and self._has_accepted[number]:

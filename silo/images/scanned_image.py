@@ -12,9 +12,9 @@ class ScannedImage:
 
     Attributes:
         path: its file.
-        row: what a table says of the file.
+        row: what a table says about the file.
         place: number of the picture in its file, from 0; None for a whole file.
-        record: of the picture; None for a whole file.
+        record: the record of the picture; None for a whole file.
         reason: why it is not accepted; None if it is.
         detail: more about the reason.
         part: the part of the data set that it belongs to, such as train or test, as `ddm.images.column_names` names it.

@@ -38,7 +38,7 @@ class DecisionRequest(Model):
     """A decision that the page sends.
 
     Attributes:
-        numbers: of pictures.
+        numbers: the numbers of pictures.
         decision: None takes back what was decided.
         together: whether it is also about the other pictures of the same scans or files that are in the same state.
     """
@@ -125,7 +125,7 @@ def _routes(
 
 
 def _number(text: str) -> int:
-    """Return a number of a request; 0 for any other text, and for one of so many digits that it would take long."""
+    """Return a number of a request; 0 for any other text, and for one of this many digits that it would take long."""
     if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     return 0

@@ -23,8 +23,8 @@ class SheetPicture:
     """A picture on a preview sheet.
 
     Attributes:
-        path: of its file.
-        place: of the picture in its file, from 0.
+        path: the path of its file.
+        place: the place of the picture in its file, from 0.
         pixels: their fingerprint when the sheet was drawn.
     """
 

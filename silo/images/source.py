@@ -1,4 +1,4 @@
-"""Where a site's images are, and how they are read: what every step of the site needs to know of them."""
+"""Where a site's images are, and how they are read: what every step of the site needs to know about them."""
 
 import hashlib
 import os
@@ -91,7 +91,7 @@ class ImageSource:
         """Return the rows of arrays that belong to parts that are used.
 
         Raises:
-            DataError: the data are no arrays; or no row is used.
+            DataError: the data are not arrays; or no row is used.
         """
         arrays = data.require_arrays()
         uses = [self.uses(part) for part in _parts_of(arrays)]

@@ -67,9 +67,10 @@ class Summary:
         table_remarks: how the table was read.
         declared_range: that policy.toml declares of arrays in floating point, or would at first.
         num_skipped: other files, such as a README.
-        num_unused_tables: of these, tables and spreadsheets, from which somebody may expect labels and patients.
+        num_unused_tables: the number of these that are tables and spreadsheets, from which somebody may expect labels
+            and patients.
         num_read: files whose content was read in this scan.
-        num_decoded: of these, files that were decoded.
+        num_decoded: the number of these files that were decoded.
     """
 
     accepted: int = 0

@@ -39,9 +39,9 @@ class Viewer:
     """Draws pictures in a thread of its own. Use it in a `with`.
 
     Args:
-        limits: of each file.
-        num_processes: that decode.
-        key: of the data set's scans.
+        limits: the limits of each file.
+        num_processes: the number of processes that decode.
+        key: the key of the data set's scans.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ def receive_plan(
         key: its signing key, which the plan must name.
         max_bytes: most bytes of the bundle.
         now: the time of acceptance.
-        parts: into which this machine divides a batch.
+        parts: the parts into which this machine divides a batch.
 
     Raises:
         TrustError: the bundle is not signed as the pinned root demands.
@@ -195,15 +195,15 @@ def _hold(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise BusyError(
                 "plan bundle",
-                expected="a bundle that nobody else holds",
-                got="one that the courier is looking after",
+                expected="a bundle that no other program uses",
+                got="one that the courier is changing",
                 remedy="Look again in a moment.",
             ) from error
         except OSError as error:
             raise AbsentFileError(
                 "plan bundle",
                 expected="a bundle in the inbox",
-                got=f"a folder that is going ({error.strerror})",
+                got=f"a folder that is being removed ({error.strerror})",
                 remedy="Nothing to do: the courier puts another one in its place.",
             ) from error
         yield
@@ -237,7 +237,7 @@ def _check_own_key(
         return
     got = "no key"
     if fingerprint:
-        got = f"{group_fingerprint(fingerprint)}, which could sign in this silo's place"
+        got = f"{group_fingerprint(fingerprint)}, which could sign in place of this silo"
     raise SignatureError(
         f"plan {plan_id}: key of silo {silo_id}",
         expected=f"this silo's key, {key.short}",

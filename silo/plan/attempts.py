@@ -111,5 +111,5 @@ def _failure(plan_id: str, error: Exception) -> PlanFailedError:
     return PlanFailedError(
         f"plan {plan_id}",
         expected="a plan that can be read and checked here",
-        got=f"{type(error).__name__} on the way",
+        got=f"{type(error).__name__} while it was read or checked",
     )

@@ -18,7 +18,7 @@ def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts
         policy: this site's.
         silo_id: this silo.
         now: the time of acceptance; expiry counts only here, so that a long training outlives the plan.
-        parts: into which this machine divides a batch.
+        parts: the parts into which this machine divides a batch.
 
     Raises:
         PolicyError: names the first broken rule, what the policy allows and what the plan requires.

@@ -1,4 +1,4 @@
-"""Finds out whether the federation's keys have signed another plan in the place of the one in work.
+"""Finds out whether the federation's keys have signed another plan in the place of the one in progress.
 
 A federation serves one plan at a time: the newest `targets`, signed by those whom the root names, delegates exactly
 that plan's files. So the signed metadata of a newer plan announce that the earlier one is over, and they are in the
@@ -29,7 +29,7 @@ def find_successor(
 
     Args:
         site: the silo's folder.
-        plan_id: the plan in work.
+        plan_id: the plan in progress.
         inspected: kept by a caller that calls again and again; changed in place.
     """
     if inspected is None:
@@ -43,7 +43,7 @@ def find_successor(
             if inspected.get(folder) == mark:
                 continue
             announced_plan = _announced_plan(site, folder, root)
-            # A folder of another name may hold the plan in work, which does not end itself.
+            # A folder of another name may hold the plan in progress, which does not end itself.
             if announced_plan not in (None, plan_id):
                 return announced_plan
             inspected[folder] = mark

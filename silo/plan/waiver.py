@@ -30,7 +30,7 @@ def write_waiver(site: Site, waiver: Waiver) -> None:
     policy = site.policy()
     audit = policy.audit.model_copy(update={"waiver": waiver})
     expected_policy = policy.model_copy(update={"audit": audit})
-    # As text, since a TOML writer would drop the comments of whoever keeps this policy.
+    # As text, since a TOML writer would drop the comments of the one who keeps this policy.
     data = with_waiver(path.read_text("utf-8"), waiver).encode()
     new_path = path.with_name(".policy.toml.new")
     try:

@@ -86,7 +86,7 @@ class Workspace:
 
 
 def open_workspace(site: Site, plan_id: str) -> Workspace:
-    """Return the folder in which this site works on `plan_id`, made if need be."""
+    """Return the folder in which this site works on `plan_id`, made if it does not exist."""
     folder = site.work_folder(plan_id)
     folder.mkdir(parents=True, exist_ok=True)
     return Workspace(folder)

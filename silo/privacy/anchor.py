@@ -70,7 +70,7 @@ class Guard:
 
         Args:
             genesis: stands for the last record of an empty ledger.
-            digests: of every record, oldest first.
+            digests: the digests of every record, oldest first.
 
         Raises:
             LedgerError: it was put back, copied or replaced, and nothing was changed; or an anchor cannot be written.
@@ -168,7 +168,7 @@ def unwritable(path: Path, error: OSError) -> LedgerError:
     got = error.strerror or type(error).__name__
     return LedgerError(
         "ledger anchor",
-        expected=f"{path}, in a folder to write in",
+        expected=f"{path}, in a folder that the worker can write to",
         got=got,
         remedy=remedy,
     )

@@ -21,7 +21,7 @@ class PaidTraining:
     """The private training that a debit pays for.
 
     Attributes:
-        ledger: of this site.
+        ledger: the ledger of this site.
         debit: on disk.
     """
 
@@ -43,10 +43,10 @@ class PaidTraining:
             raise LedgerError(
                 "private training",
                 expected="a debit for which no expert was trained",
-                got="one whose expert was trained, and is gone",
+                got="a debit whose expert was trained and is missing",
                 remedy=(
-                    "Restore private/ from backup, or give the plan up: `silo withdraw SITE`. Another expert "
-                    "needs another debit, so a new plan."
+                    "Restore private/ from backup, or give the plan up: `silo withdraw SITE`. Another "
+                    "expert needs another debit, and so a new plan."
                 ),
             )
 
@@ -77,7 +77,7 @@ def stated_privacy(
     spending: PlannedSpending,
     ledger: Ledger,
 ) -> NoWeightPrivacy | DpSgdPrivacy:
-    """Return what a submission says of its experts' weights, from the debit that paid for training on these data.
+    """Return what a submission says about its experts' weights, from the debit that paid for training on these data.
 
     Raises:
         LedgerError: the plan trains privately, and nothing was debited for it on these data.

@@ -32,11 +32,11 @@ MADE_BY_INIT = (
 
 
 class SiteStatement(Model):
-    """What one site says of the ledger that it names.
+    """What one site says about the ledger that it names.
 
     Attributes:
         silo_id: its name.
-        root_digest: of its federation.
+        root_digest: the digest of the first root of its federation.
         budget: by its policy.
         unit: by its policy.
         anchor: by its silo.toml.

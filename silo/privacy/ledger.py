@@ -77,7 +77,7 @@ class Ledger:
     """The privacy ledger of one site.
 
     Args:
-        path: the ledger, made by `make_ledger`; its head, locks and draws lie beside it.
+        path: the ledger, made by `make_ledger`; its head, locks and draws are beside it.
         budget: what the site may spend over all time.
         unit: whom the budget protects. A budget per image counts plans per patient too: noise that hides all images of
             a patient hides each of them. A budget per patient cannot count plans per image.
@@ -117,7 +117,7 @@ class Ledger:
         Args:
             plan_id: the plan.
             plan_digest: sha256 of its signed bytes.
-            dataset_digest: of the cohort; another dataset is another debit.
+            dataset_digest: the digest of the cohort; another dataset is another debit.
             unit: whom the plan's statistics protect.
             mechanisms: all that the plan draws. From here on all of it counts, drawn or not: the decision to skip a
                 statistic may depend on earlier ones, so skipping saves nothing.
@@ -156,7 +156,7 @@ class Ledger:
 
         Args:
             plan_digest: the plan's.
-            dataset_digest: of the cohort.
+            dataset_digest: the digest of the cohort.
             mechanisms: all that the plan draws; a plan that was debited already is paid for.
 
         Raises:
@@ -261,7 +261,7 @@ class Ledger:
         steps = [_step(debit.mechanisms) for debit in _debits(entries)]
         steps.append(_step(mechanisms))
         epsilon = adaptive_epsilon(steps, budget.delta)
-        # Not `>`, so that an epsilon that is no number is refused.
+        # Not `>`, so that an epsilon that is not a number is refused.
         if not epsilon <= budget.epsilon * _SLACK:
             raise BudgetError(
                 "privacy ledger",

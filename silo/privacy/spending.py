@@ -14,8 +14,8 @@ class PlannedSpending:
     Attributes:
         plan: the accepted plan.
         plan_digest: sha256 of its signed bytes.
-        dataset_digest: of the cohort; with `plan_digest` it names the debit.
-        num_units: of the cohort, from which the noise of private training follows.
+        dataset_digest: the digest of the cohort; with `plan_digest` it names the debit.
+        num_units: the number of units of the cohort, from which the noise of private training follows.
     """
 
     plan: Plan

@@ -42,7 +42,7 @@ def draw_statistic(
     Args:
         kind: which statistic.
         source: the data it is computed from.
-        ledger: of this site; the first of a plan's statistics debits them all.
+        ledger: the ledger of this site; the first of a plan's statistics debits them all.
         folder: where the file goes.
         noise: the operating system's, except in tests.
 
@@ -118,8 +118,8 @@ def _draw_once(
         if path.exists() and not ledger.has_drawn(sha256_file(path)):
             raise LedgerError(
                 f"draw of {statistic.kind}",
-                expected="a draw in the ledger for the statistic that is there",
-                got="no such draw: the ledger is older",
+                expected="a record in the ledger of the draw of this statistic",
+                got="no such record: the ledger is older than the statistic",
                 remedy="Restore the newest ledger with its draws from backup; nothing is drawn until then.",
             )
         # After a crash this returns the debit of the first attempt; see `Ledger.spend`.
@@ -157,5 +157,5 @@ def _check_drawn(
         f"draw of {statistic.kind}",
         expected="the file that was drawn for its debit",
         got=got,
-        remedy="Restore draws/ beside the ledger. Drawing again would need a new debit, so a new plan.",
+        remedy="Restore draws/ beside the ledger. Drawing again would need a new debit, and so a new plan.",
     )

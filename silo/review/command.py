@@ -38,7 +38,7 @@ def review_submission(site: Site, *, page: bool | None) -> None:
     if not page:
         say(review_text(site, facts))
         return
-    # Whoever has the page's address may approve: no page of `silo run` stays open without it.
+    # Anybody who has the page's address may approve: no page of `silo run` stays open without it.
     end_with_parent()
     # Here, since they load torch and starlette, which the text does not need.
     from silo.review.samples import ExpertSheets

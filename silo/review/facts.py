@@ -93,11 +93,11 @@ class ReviewFacts:
     """Everything that `silo review` shows.
 
     Attributes:
-        draft: that waits.
+        draft: the draft that waits.
         accepted: its plan.
-        files: that would leave.
-        numbers: of the document, beside those of the submission before it.
-        noises: of each statistic.
+        files: the files that would leave.
+        numbers: the numbers of the document, beside those of the submission before it.
+        noises: the noises of each statistic.
         budget: what the ledger says was spent, and is left.
         audit: the leak audit's report; None where it cannot be read.
         previous: earlier submissions of this site, newest first.

@@ -84,7 +84,7 @@ def figure_rows(audit: ExpertAudit) -> tuple[_NamedFigure, ...]:
 
 def _pictures(rows: Tensor, facts: ReviewFacts) -> tuple[str, ...]:
     """Turn thumbnails back into pictures; nothing of volumes."""
-    # Thumbnails of `ddm.evaluation.copies`: at most so many pixels a side.
+    # Thumbnails of `ddm.evaluation.copies`: at most this many pixels a side.
     channels, *sides = facts.plan.data.shape
     if len(sides) != 2:
         return ()

@@ -70,7 +70,7 @@ class ExpertSheets:
 
     def start(self) -> None:
         """Begin to draw."""
-        # A daemon: whoever ends the page need not wait for the sample that is being drawn.
+        # A daemon: anybody who ends the page need not wait for the sample that is being drawn.
         threading.Thread(target=self._draw, name="samples", daemon=True).start()
 
     def end(self) -> None:

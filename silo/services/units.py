@@ -155,12 +155,12 @@ class SitePaths:
 
 @dataclass(frozen=True)
 class ServiceUsers:
-    """The users of a site's services; by default the silo's name makes them its own.
+    """The users of a site's services; by default their names contain the silo's name.
 
     Attributes:
         worker: the user of the half with the data.
         courier: the user of the half with the network.
-        group: of both.
+        group: the group of both users.
     """
 
     worker: str

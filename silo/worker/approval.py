@@ -40,7 +40,8 @@ def load_draft(site: Site) -> Submission:
     draft = Submission.parse(
         read_bounded(review_folder(site) / "draft.json", MAX_DOCUMENT_BYTES), subject="draft.json"
     )
-    # The root may have been replaced since the plan was accepted: nothing is shown, approved or signed for whoever did.
+    # The root may have been replaced since the plan was accepted: nothing is shown, approved or signed for the one who
+    # did.
     site.check_federation(draft, "draft.json")
     return draft
 
@@ -50,19 +51,19 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
 
     Args:
         site: the silo's folder.
-        digest: of the draft.
+        digest: the digest of the draft.
         despite_fail: who lets it leave although its audit failed, and why; published with it.
 
     Raises:
         ApprovalError: no draft waits, or one with another digest, or its plan was superseded; or its audit failed and
-            nobody answers for that.
+            nobody takes responsibility for that.
         DecisionLogError: the site's log of decisions is damaged.
     """
     state = load_state(state_path(site.private))
     if state.state != "awaiting_approval" or state.submission_digest is None:
         remedy = "Nothing waits for approval: `silo status SITE` shows how far the work is."
         if state.state in ("in_outbox", "accepted"):
-            remedy = "It was sent: nothing is left to approve."
+            remedy = "The submission was sent: nothing is left to approve."
         expected = "a submission in state awaiting_approval"
         raise ApprovalError(
             "approval", expected=expected, got=f"state {state.state}", remedy=remedy
@@ -74,8 +75,8 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
             expected=f"a draft for the plan in force, {newer_plan_id}",
             got=f"one for plan {state.plan_id}, which it replaced",
             remedy=(
-                "Keep `silo run SITE` running: it takes the new plan. What waits here would reach "
-                "nobody."
+                "Keep `silo run SITE` running: it takes the new plan. The submission that waits "
+                "here would not be fetched."
             ),
         )
     draft = load_draft(site)
@@ -103,7 +104,7 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
 
 
 def _check_responsible(draft: Submission, despite_fail: Responsible | None) -> None:
-    """Check that a named role answers for a draft whose audit failed, and for no other."""
+    """Check that a named role takes responsibility for a draft whose audit failed, and for no other."""
     failed = draft.audit.verdict == "fail"
     if failed and despite_fail is None:
         raise ApprovalError(
@@ -111,7 +112,7 @@ def _check_responsible(draft: Submission, despite_fail: Responsible | None) -> N
             expected="a role and a reason: the leak audit failed",
             got="no role and no reason",
             remedy=(
-                "To let it leave all the same, say who answers for it: `silo approve SITE --digest "
+                "To send it all the same, name the role that takes responsibility: `silo approve SITE --digest "
                 "DIGEST --despite-fail --role ROLE --reason TEXT`."
             ),
         )

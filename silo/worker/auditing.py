@@ -131,10 +131,10 @@ def audit_experts(
         inputs: experts and data.
         on_progress: called with evaluations done and in all, of one expert after the other; what it raises stops the
             work.
-        should_stop: its yes stops a training of the audit.
+        should_stop: returns true to stop a training of the audit.
 
     Raises:
-        KeyboardInterrupt: `should_stop` said yes, or `on_progress` raised it.
+        KeyboardInterrupt: `should_stop` returned true, or `on_progress` raised it.
     """
     plan = inputs.accepted.plan
     report_path = inputs.training.work.audit_path

@@ -1,7 +1,7 @@
 """What a site is doing with its plan, what the work needs, from whom, and the next command: rules without I/O.
 
 `silo status`, the log of `silo run` and docs/reference/plan-life.md take their words from here. The aggregator's words
-for the same states are in `aggregator.monitoring.standing`, and a test holds the two against each other.
+for the same states are in `aggregator.monitoring.standing`, and a test compares the two.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from silo.worker.life import AT_WORK, IDLE
 from silo.worker.state import State
 
 Person = Literal["nobody", "silo", "aggregator"]
-"""Who must act before the work goes on: nobody, a person at this site, or one at the aggregator."""
+"""Who must act before the work continues: nobody, a person at this site, or one at the aggregator."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is happening at a site, and how it goes on.
+    """What is happening at a site, and how it continues.
 
     Attributes:
         now: what is happening.
-        needs: what the work needs; empty where it goes on by itself.
+        needs: what the work needs; empty where it continues by itself.
         person: who brings that.
         commands: what this site's operator types, in this order.
     """
@@ -148,7 +148,7 @@ def describe_site(state: State, circumstances: Circumstances, site: str = "SITE"
     """Say what is happening at a site, what it needs, from whom, and what its operator types next.
 
     Args:
-        state: of the work on the plan.
+        state: the state of the work on the plan.
         circumstances: what else decides.
         site: the site's folder, as it was named.
     """

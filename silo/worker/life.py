@@ -2,7 +2,7 @@
 
 Nothing here touches a file, a clock or a network. The worker and the commands that change a state look up where an
 event leads, and an event that the table does not name cannot happen. docs/reference/plan-life.md prints the table with
-what both sides say of each state.
+what both sides say about each state.
 """
 
 from collections.abc import Mapping

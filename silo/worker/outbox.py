@@ -45,7 +45,7 @@ class DraftTerms:
 
     Attributes:
         silo_id: this silo.
-        dataset_digest: of the images that were scanned for the plan.
+        dataset_digest: the digest of the images that were scanned for the plan.
         sequence: the number of the submission.
         isolation: what separates the courier from the data.
         carry_over: whether later plans may take experts and statistics over.

@@ -42,7 +42,7 @@ def pause(site: Site) -> Pause:
     """Ask the worker to stop at its next step and to wait; a site that is paused stays so.
 
     Raises:
-        DecisionLogError: the log of decisions is damaged; the work goes on.
+        DecisionLogError: the log of decisions is damaged; the work continues.
     """
     # The log first, as with every decision: nothing takes effect that no record names.
     DecisionLog(site).add(WorkPaused())
@@ -55,10 +55,10 @@ def pause(site: Site) -> Pause:
 
 
 def resume(site: Site) -> bool:
-    """Let the worker go on; return whether the site was paused.
+    """Let the worker continue; return whether the site was paused.
 
     Raises:
-        DecisionLogError: the log of decisions is damaged; the pause goes on.
+        DecisionLogError: the log of decisions is damaged; the pause continues.
     """
     if not _path(site).exists():
         return False
@@ -76,7 +76,7 @@ def present_pause(site: Site) -> Pause | None:
     except MissingFileError:
         return None
     except FormatError:
-        # A damaged request still is one: work that somebody stopped must not go on for that.
+        # A damaged request still is one: work that somebody stopped must not continue for that.
         return Pause(
             at=datetime.fromtimestamp(int(path.lstat().st_mtime), UTC),
             by="somebody; its file is damaged",

@@ -63,7 +63,7 @@ class ProgressMeter:
         self._path = note_path(private)
         self._stage: Stage | None = None
         self._stage_began_at = 0.0
-        # Images that were done when the stage began: an interrupted one may go on from there.
+        # Images that were done when the stage began: an interrupted one may continue from there.
         self._first_done = 0
         self._noted_at = 0.0
         # Evaluations of the expert while it trained: the audit's speed until it has one of its own.

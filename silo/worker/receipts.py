@@ -1,4 +1,4 @@
-"""Reads what the aggregator says of a plan, and which event of the plan's life it is.
+"""Reads what the aggregator says about a plan, and which event of the plan's life it is.
 
 The plan's receipt key must have signed it for this very silo, plan and submission: the courier, which has the network,
 writes the files that are read here.
@@ -50,7 +50,7 @@ class ReceiptNotice:
     Attributes:
         event: of the plan's life.
         changes: other fields of the state that change with it.
-        problem: what a person must know of it, if anything.
+        problem: what a person must know about it, if anything.
     """
 
     event: Event
@@ -68,7 +68,7 @@ class _Answer:
 
 @dataclass
 class ReceiptReader:
-    """Finds new receipts of a plan, in work or answered.
+    """Finds new receipts of a plan, in progress or answered.
 
     Attributes:
         site: the silo's folder.
@@ -83,17 +83,17 @@ class ReceiptReader:
         """Return what a receipt says that the state does not know yet; None where there is none.
 
         Of a plan that is answered, only a notice that the silo was withdrawn counts. Where the site's copy of such a
-        plan is damaged, that is logged once, and the site goes on to the next plan: only work in progress needs it.
+        plan is damaged, that is logged once, and the site proceeds to the next plan: only work in progress needs it.
 
         Raises:
-            ArchipelagoError: the copy of the plan in work is damaged.
+            ArchipelagoError: the copy of the plan in progress is damaged.
         """
         if not _may_be_answered(state):
             return None
         try:
             accepted = load_accepted(self.site, state.plan_id or "", state.plan_digest or "")
         except ArchipelagoError as error:
-            # Without its plan the worker cannot go on in any case, and says so.
+            # Without its plan the worker cannot continue in any case, and says so.
             if state.state in AT_WORK:
                 raise
             self._report_damaged_plan(state, error)

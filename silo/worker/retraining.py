@@ -1,4 +1,4 @@
-"""Training again for a plan in work: what it costs, and how the site goes back to where the plan was accepted.
+"""Training again for a plan in progress: what it costs, and how the site goes back to where the plan was accepted.
 
 A refused submission may be sent again as it is, which costs nothing. A correction of the images only counts once
 everything was trained and drawn again: noise for other images is another debit of the ledger.
@@ -31,9 +31,9 @@ class RetrainingCost:
     """What training again costs.
 
     Attributes:
-        epsilon: that noise for other images would add to what was spent.
+        epsilon: the epsilon that noise for other images would add to what was spent.
         left: that the site's budget still holds.
-        num_steps: of each expert.
+        num_steps: the number of steps of each expert.
     """
 
     epsilon: float
@@ -104,8 +104,8 @@ def changed_images(
         expected=f"those that were scanned for this plan, digest {(state.dataset_digest or 'none')[:16]}",
         got=f"digest {cohort.digest[:16]}",
         remedy=(
-            f"Train on the present ones: `silo retrain SITE` ({cost}). Or restore images, table and "
-            "decisions of the time when they were scanned, then `silo run SITE`. Or give the plan "
+            f"Train on the present ones: `silo retrain SITE` ({cost}). Or restore images, table "
+            "and decisions to what they were at the scan, then `silo run SITE`. Or give the plan "
             "up: `silo withdraw SITE`."
         ),
     )
@@ -116,7 +116,7 @@ def assess_retraining(site: Site) -> tuple[State, RetrainingCost, bool]:
 
     Raises:
         BusyError: the worker is running.
-        ApprovalError: no plan is in work, its submission was sent, or it was superseded.
+        ApprovalError: no plan is in progress, its submission was sent, or it was superseded.
         DataError: the images cannot be used.
     """
     with locked(site.private, "worker"):

@@ -28,21 +28,21 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
         passphrase: opens it; encrypts the new one.
 
     Raises:
-        BusyError: a plan is in work, whose submission the present key must sign; or the worker is running.
+        BusyError: a plan is in progress, whose submission the present key must sign; or the worker is running.
     """
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
         if state.state not in IDLE:
             raise BusyError(
                 "key of the silo",
-                expected="no plan in work, since its submission needs the present key",
+                expected="no plan in progress, since its submission needs the present key",
                 got=f"state {state.state}",
                 remedy=(
                     "Rotate the key after the receipt of this plan, or give the plan up first: `silo "
                     "withdraw SITE`."
                 ),
             )
-        # Kept under a name of its own until all is recorded: a second call goes on with the same new key.
+        # Kept under a name of its own until all is recorded: a second call continues with the same new key.
         new_key_path = site.private / "silo-next.key"
         if not new_key_path.exists():
             SigningKey.generate().save(new_key_path, passphrase)

@@ -31,17 +31,17 @@ class State(Document):
 
     Attributes:
         state: one of `silo.worker.life.STATES`.
-        plan_id: the plan in work, or the last one.
-        plan_digest: of its document, from acceptance on.
-        dataset_digest: of the images that were scanned for it.
+        plan_id: the plan in progress, or the last one.
+        plan_digest: the digest of its document, from acceptance on.
+        dataset_digest: the digest of the images that were scanned for it.
         sequence: the number of its submission.
-        submission_digest: of the draft.
+        submission_digest: the digest of the draft.
         step: steps of training taken, or images decoded.
-        num_steps: of how many.
+        num_steps: the number of all steps.
         held: whether the submission is in quarantine, where a person at the aggregator decides on it.
         confirmed: whether the aggregator has said that it left a withdrawn silo out.
         successor: the plan that was signed in the place of a superseded one.
-        problem: why the work stopped; it goes as soon as the work goes on.
+        problem: why the work stopped; it goes as soon as the work continues.
     """
 
     format: Literal["archipelago/state/1"] = "archipelago/state/1"
@@ -114,8 +114,8 @@ def write_courier_status(site: Site, state: State, code: int = 0) -> None:
 
     Args:
         site: the silo's folder.
-        state: of the work.
-        code: why the work does not go on before a person acts here, see `ddm.transport.messages.Status`.
+        state: the state of the work.
+        code: why the work does not continue before a person acts here, see `ddm.transport.messages.Status`.
     """
     # Steps of training alone are counted in the state on disk: they are the plan's, and reveal nothing of the images.
     percent = 0
@@ -133,7 +133,7 @@ def write_courier_status(site: Site, state: State, code: int = 0) -> None:
 
 
 def reported_code(site: Site) -> int:
-    """Return the code that the worker reported last; 0 where the work goes on, or nothing can be read."""
+    """Return the code that the worker reported last; 0 where the work continues, or nothing can be read."""
     try:
         data = read_bounded(_courier_status_path(site), _MAX_STATUS_BYTES)
         return StatusFile.model_validate_json(data).code

@@ -1,4 +1,4 @@
-"""How far a site's work is: what is done, what goes on, what comes next, and the command to type for it."""
+"""How far a site's work is: what is done, what is in progress, what comes next, and the command to type for it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -120,12 +120,12 @@ class SiteStatus:
     Attributes:
         silo_id: this silo.
         folder: the site's, as it was named.
-        state: of the work.
+        state: the state of the work.
         circumstances: what decides about the next step besides the state.
-        pause: that is in force.
-        note: of the present stage; None where there is no fresh one.
-        audit: what the leak audit of the plan in work found: its verdict and the reason; None before it did.
-        curves: the learning curves of the plan in work.
+        pause: the pause that is in force.
+        note: the note of the present stage; None where there is no fresh one.
+        audit: what the leak audit of the plan in progress found: its verdict and the reason; None before it did.
+        curves: the learning curves of the plan in progress.
         estimate: of a plan whose training has not begun; None where nobody asked for it.
     """
 
@@ -209,7 +209,7 @@ class SiteStatus:
         return "\n".join(lines)
 
     def _work_lines(self) -> list[str]:
-        """Describe what was done for the plan, what goes on, and what comes later."""
+        """Describe what was done for the plan, what is in progress, and what comes later."""
         state = self.state
         lines = []
         done_words = [words for name, words in _DONE.items() if _reached(state.state, name)]

@@ -159,7 +159,7 @@ class _SiloProgress:
     Attributes:
         plan: the plan.
         number: the expert's, from 0.
-        num_experts: of this silo.
+        num_experts: the number of experts of this silo.
         earlier_s: seconds that the experts before it took.
         on_progress: called with steps counted over all experts.
     """
@@ -254,7 +254,7 @@ def _check_time(plan: Plan, seconds: float) -> None:
             expected=limit,
             got=f"{seconds:.0f} s",
             remedy=(
-                "Ask the aggregator for a plan with more limits.train_s, or train on a faster machine; "
+                "Ask the aggregator for a plan with a larger limits.train_s, or train on a faster machine; "
                 "or give this plan up: `silo withdraw SITE`."
             ),
         )
@@ -292,7 +292,7 @@ def make_training_task(
         inputs["labels"] = conditions
     if expert.plan.expert.privacy:
         inputs["units"] = torch.unique(cohort.unit_N[chosen], return_inverse=True)[1]
-    # Names exactly these images: a job that went on with others would train another expert.
+    # Names exactly these images: a job that continued with others would train another expert.
     data_digest = sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes())
     return TrainingTask(expert, inputs, data_digest)
 

@@ -30,7 +30,7 @@ def check_withdrawable(state: State) -> str:
         got = f"plan {state.plan_id}, which plan {state.successor} replaced"
     raise ApprovalError(
         "withdrawal",
-        expected="a plan in work, or an accepted one",
+        expected="a plan in progress, or an accepted one",
         got=got,
         remedy="Nothing needs to be given up. To wait for the next plan: `silo run SITE`.",
     )

@@ -63,7 +63,7 @@ from silo.worker.state import (
 )
 
 _log = logging.getLogger(__name__)
-# Between two looks for a newer plan while training goes on.
+# Between two looks for a newer plan while training continues.
 _LOOK_S = 2.0
 
 BundleVersion = tuple[str, tuple[int, int] | None]
@@ -71,7 +71,7 @@ BundleVersion = tuple[str, tuple[int, int] | None]
 
 
 class _SupersededError(Exception):
-    """Another plan was signed in place of the one in work: nothing more is spent on this one."""
+    """Another plan was signed in place of the one in progress: nothing more is spent on this one."""
 
     def __init__(self, plan_id: str) -> None:
         super().__init__(plan_id)
@@ -465,7 +465,7 @@ class Worker:
 
     def _send_when_approved(self) -> None:
         draft = load_draft(self.site)
-        # Whoever signed the waiver answered for a limited time: a later draft needs another one.
+        # Anybody who signed the waiver answered for a limited time: a later draft needs another one.
         if draft.audit.waiver and draft.audit.waiver.expires_at <= now_utc():
             self._advance("lapse", submission_digest=None)
             return
@@ -480,7 +480,7 @@ class Worker:
             draft, self.workspace(), self.site, self.key, approval, now=now_utc()
         )
         self._advance("send")
-        # The approval goes last: a worker that dies before this finds the submission in the outbox and goes on.
+        # The approval goes last: a worker that dies before this finds the submission in the outbox and continues.
         approval_path(self.site).unlink(missing_ok=True)
 
     def _apply_receipt(self) -> bool:
@@ -516,11 +516,11 @@ class Worker:
         return self.site.private / "cohort.parquet"
 
     def accepted_plan(self) -> AcceptedPlan:
-        """Load the plan in work, by the digest that was pinned when it was accepted."""
+        """Load the plan in progress, by the digest that was pinned when it was accepted."""
         return load_accepted(self.site, self._plan_id, self.state.plan_digest or "")
 
     def workspace(self) -> Workspace:
-        """Open the folder of the plan in work."""
+        """Open the folder of the plan in progress."""
         return open_workspace(self.site, self._plan_id)
 
     def _open_ledger(self) -> Ledger:
@@ -577,7 +577,7 @@ class Worker:
         self.on_change(self.state)
 
     def _report_code(self, code: int) -> None:
-        """Report whether a person here must act before the work goes on."""
+        """Report whether a person here must act before the work continues."""
         self.code = code
         write_courier_status(self.site, self.state, code)
 

@@ -369,7 +369,7 @@ def test_whatever_is_raised_while_a_plan_is_looked_at_is_a_refusal_and_the_next_
     assert problem is not None
     assert problem.code == 24
     name = type(FAILURES[failure]()).__name__
-    assert f"got {name} on the way" in problem.message
+    assert f"got {name} while it was read or checked" in problem.message
     assert "secret" not in problem.message
     assert [record.exc_info[0].__name__ for record in caplog.records if record.exc_info] == [
         name,

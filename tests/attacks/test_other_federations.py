@@ -255,7 +255,7 @@ def test_plan_of_another_federation_is_refused_by_a_silo(aggregator: DishonestAg
     plan_id = aggregator.deliver(HONEST, rewrite=moved)
     with pytest.raises(FederationError, check=has_subject(f"plan {plan_id}")) as refused:
         aggregator.receive(plan_id)
-    assert "Answer no such plan" in str(refused.value.remedy)
+    assert "Do not accept such a plan" in str(refused.value.remedy)
     assert aggregator.offer(HONEST).plan.root_digest == aggregator.repository.root_digest
 
 

@@ -374,7 +374,7 @@ def test_silo_refuses_a_plan_in_which_another_key_would_sign_in_its_place(
     state = tiny.work("north", until="plan_refused")
     assert state.problem is not None
     assert state.problem.code == 11
-    assert "in this silo's place" in state.problem.message
+    assert "in place of this silo" in state.problem.message
 
 
 def test_silo_rotates_its_key_between_plans_and_the_next_plan_names_the_new_one(

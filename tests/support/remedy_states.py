@@ -440,7 +440,7 @@ REMEDY_STATES: dict[str, Mistake] = {
             *("--until", "2020-01-01"),
         ],
         3,
-        "a day to come",
+        "a day in the future",
         repeated_command=lambda w: [
             *("silo", "waive", w.north, "--role", "head", "--reason", "a test"),
             *("--until", "2099-01-01"),
@@ -582,7 +582,7 @@ REMEDY_STATES: dict[str, Mistake] = {
     "a change to complete where none waits": Mistake(
         lambda w: ["aggregator", "complete", w.fed, *w.secret],
         4,
-        "Nothing is to be completed",
+        "There is nothing to complete",
         repeated_command=federation_status,
     ),
     "a silo that nobody enrolled": Mistake(

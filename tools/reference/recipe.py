@@ -72,7 +72,7 @@ def tables(table: Table) -> Iterator[Table]:
                     else "Optional."
                 )
             elif len(models) > 1 and info.is_required():
-                remark = "Required, in this kind or another."
+                remark = "Required; it has this kind or another."
             listed = get_origin(info.annotation) is tuple
             yield from tables(Table(f"{table.name}.{name}".lstrip("."), model, remark, listed))
 

@@ -108,7 +108,9 @@ def parse_number(text: str, subject: str) -> int:
     """
     if not re.fullmatch("0|[1-9][0-9]{0,15}", text) or int(text) > MAX_SIZE:
         expected = f"a number of at most {MAX_SIZE}, without leading zeros"
-        raise DocumentError(subject, expected=expected, got=f"{len(text)} characters that are none")
+        raise DocumentError(
+            subject, expected=expected, got=f"{len(text)} characters that are not such a number"
+        )
     return int(text)
 
 

@@ -1,7 +1,7 @@
 """The Merkle tree of RFC 6962: root hash, inclusion proofs, consistency proofs. Pure functions over leaf hashes.
 
-A proof is a list of hashes. Whoever verifies one needs neither the log nor its other entries: an inclusion proof shows
-that an entry is at its index in a tree, a consistency proof that an earlier tree is the beginning of a later one.
+A proof is a list of hashes. Anybody who verifies one needs neither the log nor its other entries: an inclusion proof
+shows that an entry is at its index in a tree, a consistency proof that an earlier tree is the beginning of a later one.
 
 The verifying functions walk from a leaf to the root, one level a step. `index` is the place of the walk's node in its
 level, `last_index` that of the level's last node, as `fn` and `sn` in RFC 9162.

@@ -33,7 +33,7 @@ class VerifierKey:
     """A key that signs notes, with its name.
 
     Attributes:
-        name: of the log or the witness.
+        name: the name of the log or the witness.
         public: the Ed25519 key.
         kind: `ED25519` for a log, `COSIGNATURE` for a witness.
     """
@@ -78,7 +78,7 @@ class VerifierKey:
                 got=f"{len(data)} bytes of kind {kind}",
             )
         key = cls(name, PublicKey(data[1:]), data[0])
-        # Four bytes are no protection; they show a key that was copied wrongly.
+        # Four bytes are not protection; they show a key that was copied wrongly.
         if key.key_id.hex() != key_hash:
             raise DocumentError(
                 "verifier key",

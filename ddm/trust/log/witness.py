@@ -102,7 +102,7 @@ class Witnesses:
         quorum: how many of them must have cosigned; None for all.
 
     Raises:
-        DocumentError: a key is not one of a witness.
+        DocumentError: a key is not a witness's.
         MathError: a quorum that they cannot reach.
     """
 

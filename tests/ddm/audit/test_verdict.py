@@ -57,9 +57,9 @@ def test_expert_within_all_limits_passes() -> None:
             "inconclusive",
             "too few units or samples",
         ),
-        ({"control": seen(0.58)}, "inconclusive", "no attack sees a copy overfitted"),
+        ({"control": seen(0.58)}, "inconclusive", "no attack detects a copy that is overfitted"),
         # So few members reach this by chance: the lower end must be above the limit.
-        ({"control": seen(0.64)}, "inconclusive", "no attack sees a copy overfitted"),
+        ({"control": seen(0.64)}, "inconclusive", "no attack detects a copy that is overfitted"),
         ({"sides_alike": False, "membership": seen(0.62)}, "inconclusive", "they differ"),
         ({"sides_alike": False, "membership": seen(0.9)}, "fail", "AUC of the loss 0.1 is 0.9"),
         (

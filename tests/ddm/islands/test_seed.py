@@ -263,7 +263,7 @@ def test_recipes_and_options_that_no_seed_fits_are_refused(tmp_path: Path) -> No
     owner = Owner.make(tmp_path / "option", steps=STEPS)
     assert owner.split().code == 0
     refused = owner.train("--seed-only")
-    assert refused.code == SetupError.exit_code and "by --seed-share" in refused.err
+    assert refused.code == SetupError.exit_code and "with --seed-share" in refused.err
 
 
 def test_federation_has_no_seed_in_its_recipe_or_its_plan(published: Owner, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_missing_tesseract_is_a_remark_that_says_what_to_install(
             assert [remark.level for remark in remarks] == (["warn"] if path is None else [])
             for remark in remarks:
                 assert (
-                    "by shapes alone" in remark.got
+                    "by its shapes alone" in remark.got
                     and remark.remedy == "Install it: `apt-get install tesseract-ocr`."
                 )
 

@@ -149,7 +149,7 @@ def test_announcement_that_nobody_signed_changes_nothing(
     foreign = stranger.sign()
     # another root
     shutil.copytree(stranger.federation.bundle(foreign), site.inbox / foreign / "bundle")
-    renamed = site.inbox / "tiny-00000001" / "bundle"  # the plan in work under another name
+    renamed = site.inbox / "tiny-00000001" / "bundle"  # the plan in progress under another name
     shutil.copytree(tiny.federation.bundle(first), renamed)
     tiny.deliver_plan(SILO, second)
     metadata = site.inbox / second / "bundle" / "metadata" / "targets.json"
@@ -398,7 +398,7 @@ def test_damaged_copy_of_an_earlier_plan_is_said_once_and_keeps_nobody_from_the_
     damaged.write_bytes(whole[:-1])
     worker = worker_of(tiny)
     worker.begin()
-    with pytest.raises(DigestError):  # in work, nothing is done without the plan
+    with pytest.raises(DigestError):  # in progress, nothing is done without the plan
         worker.step()
     damaged.write_bytes(whole)
     withdraw_from_plan(site, tiny.key(SILO))
