@@ -139,7 +139,7 @@ class SiloChannel:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to send or to wait for, except what the silo may still say about its own accord."""
+        """Whether nothing is left to send or to wait for, except what the silo may still send without a request."""
         return self.delivery.is_finished and self.is_idle
 
     @property

@@ -33,7 +33,7 @@ def score_images(
         expert: the expert.
         images: in the expert's space.
         image_N: the numbers of those that are attacked, int64.
-        condition_I: of every image of `images`, None for an unconditional expert.
+        condition_I: the condition of every image of `images`, None for an unconditional expert.
         seed: the seed of the noise.
         on_images: see `OnImages`.
 

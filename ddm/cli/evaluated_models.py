@@ -98,7 +98,7 @@ class StudentDrawing:
 
     Attributes:
         record: the student's.
-        weights: its file.
+        weights: the file of its weights.
         computing: how it computes.
         num_processes: how many share the samples.
         seed: the seed of all samples.

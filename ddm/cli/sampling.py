@@ -150,7 +150,7 @@ class StudentSource:
 
     Args:
         record: as it was read, before anything that it names.
-        weights: its file.
+        weights: the file of its weights.
         computing: how it computes.
     """
 

@@ -194,7 +194,7 @@ def build_student(
 
     Args:
         record: as `read_record` read it.
-        weights: its file.
+        weights: the file of its weights.
         device: where it computes.
         arithmetic: the arithmetic in which it computes.
     """

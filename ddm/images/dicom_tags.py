@@ -153,7 +153,7 @@ def group_of(
     number: int,
     keyword: str,
 ) -> Any:
-    """Return what an enhanced file says about one frame, else of all of them, else the file itself (PS3.3 C.7.6.16)."""
+    """Return what an enhanced file says about one frame, else about all, else the file itself (PS3.3 C.7.6.16)."""
     for groups, index in (
         ("PerFrameFunctionalGroupsSequence", number),
         ("SharedFunctionalGroupsSequence", 0),

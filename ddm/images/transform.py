@@ -377,7 +377,9 @@ def bounds(
             remedy="Leave this picture out, or choose another kind of transform.range in the recipe.",
         )
     if not isfinite(high - low):
-        raise DataError("values", expected="a finite range", got="numbers too large for one")
+        raise DataError(
+            "values", expected="a finite range", got="numbers too large for a finite range"
+        )
     return low, high
 
 

@@ -57,7 +57,7 @@ class Dataset:
         return cells
 
     def remarks(self) -> list[str]:
-        """Return what the owner should know about how the images were read, and of how they use their range."""
+        """Return what the owner should know about how the images were read, and about how they use their range."""
         return [*self.opened.remarks, *self.opened.range_remarks(self.images)]
 
     def values(self, name: str) -> TextColumn:

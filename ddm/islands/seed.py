@@ -50,7 +50,7 @@ class TrainedSeed(Protocol):
 
 
 def num_seed_steps(num_steps: int, share: float) -> int:
-    """Return how many of the steps of an island without a seed the seed gets."""
+    """Return the number of steps that the seed gets of those of an island without a seed."""
     return round(share * num_steps)
 
 

@@ -199,7 +199,7 @@ class Training(Model):
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
         seed: seed of initial weights, batches, times and noise.
         mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.
-        unmasked_share: share of the steps, the last ones, that mask nothing.
+        unmasked_share: share of the steps, at the end of the training, that mask nothing.
     """
 
     # A recipe may name no average and gets the default one; a plan always states which one it is.

@@ -7,7 +7,7 @@ from pydantic import Field
 from ddm.protocol.base import Model, NumBytes, NumImages
 
 Verdict = Literal["pass", "fail", "inconclusive"]
-"""What an audit says about an expert, before anybody answers for it."""
+"""What an audit says about an expert, before anybody takes responsibility for it."""
 
 
 class Audit(Model):

@@ -235,7 +235,7 @@ def check_continues(path: Path, log: TransparencyLog) -> None:
         raise SetupError(
             str(path),
             expected=f"a checkpoint that the {len(log.entries)} entries of log/entries.jsonl continue",
-            got=f"one of {public_checkpoint.size} entries that they do not",
+            got=f"one of {public_checkpoint.size} entries that they do not continue",
             remedy="This federation's folder was restored from an old backup, or the path is of another log. Restore "
             "the newest backup; publishing from an older one would show readers two histories.",
         )

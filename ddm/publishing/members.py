@@ -1,4 +1,4 @@
-"""What the pages of a release say about its silos or islands: of each, or of many at once where there are too many.
+"""What the pages of a release say about its silos or islands: about each, or about groups where there are many.
 
 A federation may have a thousand silos. Pages that described each of them would not be read, so that from `MAX_DETAILED`
 members on those with the same terms share a row, and what a reader should know about some of them is one remark with

@@ -19,9 +19,12 @@ def main() -> int:
         epilog="RANK and WORLD_SIZE, or the variables of srun and mpirun, say which process this is. SIGTERM and "
         "Ctrl-C make all of them write a checkpoint and end.",
     )
-    parser.add_argument("folder", type=Path, help="made by a silo's worker or by ddm train")
     parser.add_argument(
-        "--launch", help="the start that it belongs to: {launch} in training.launcher"
+        "folder", type=Path, help="Folder of the job, made by a silo's worker or by ddm train."
+    )
+    parser.add_argument(
+        "--launch",
+        help="Identifier of the start that this process belongs to: {launch} in training.launcher.",
     )
     options = parser.parse_args()
     if not sys.flags.safe_path:

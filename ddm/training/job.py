@@ -299,7 +299,7 @@ class JobFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The checkpoint from which training continues."""
+        """The folder of the checkpoints from which training continues."""
         return self.path / "checkpoints"
 
     @property

@@ -43,8 +43,12 @@ def main() -> int:
         prog="python -m ddm.training.local",
         description="Start the processes of a job's folder on this machine, and wait for them.",
     )
-    parser.add_argument("folder", type=Path, help="made by a silo's worker or by ddm train")
-    parser.add_argument("--launch", required=True, help="the start that they belong to")
+    parser.add_argument(
+        "folder", type=Path, help="Folder of the job, made by a silo's worker or by ddm train."
+    )
+    parser.add_argument(
+        "--launch", required=True, help="identifier of the start that these processes belong to"
+    )
     parser.add_argument("--processes", type=int, required=True, help="number of processes")
     parser.add_argument("--threads", type=int, required=True, help="threads of each process")
     options = parser.parse_args()

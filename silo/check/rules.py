@@ -45,8 +45,8 @@ class SiteFacts:
         has_gpu: whether the machine has one of NVIDIA's.
         num_cores: the number of cores that this process may use.
         launcher: what starts a job's processes; None where this machine trains by itself.
-        memory_bytes: available.
-        disk_bytes: free where the worker writes.
+        memory_bytes: the available memory.
+        disk_bytes: the free space where the worker writes.
         ahead_s: by how much this clock is ahead of the aggregator's; None where that is not known.
         connection: why no TLS connection to the aggregator came about; None if one did.
         proxy: through which the connection goes, without user and password.

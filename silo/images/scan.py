@@ -241,7 +241,7 @@ class ScannedImages:
 
         def jobs() -> Iterator[DecodeJob]:
             for number, (file, remembered) in enumerate(self._files()):
-                # More files than the last second pass saw: nothing says about these which pictures were accepted.
+                # More files than the last second pass saw: it is not known which of their pictures were accepted.
                 if number >= len(self._has_accepted):
                     raise changed_files()
                 if remembered is not None and self._has_accepted[number]:
