@@ -252,7 +252,7 @@ def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(
             gone = "srun-that-is-not-there, which is not found"
             assert launcher_findings(words) == [("fail", "training.launcher", gone)]
     ((level, subject, got),) = launcher_findings([there], tmp_path / "unmounted")
-    assert (level, subject) == ("warn", str(tmp_path / "unmounted")) and "nothing there" in got
+    assert (level, subject) == ("warn", str(tmp_path / "unmounted")) and "no such folder" in got
     for folder in (Path("/proc/1"), tmp_path / "file"):  # nobody writes to the first, root neither
         with case(folder=folder):
             (tmp_path / "file").touch()
