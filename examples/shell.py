@@ -5,6 +5,7 @@ Scripts of the folders beside this file find it by `sys.path`.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -110,7 +111,7 @@ class Demo:
         self.call("aggregator", "enroll", self.out / "fed", *cards, *options)
 
     def waive(self, silos: Sequence[str], reason: str) -> None:
-        """Let experts leave although the audit of so few images cannot tell, for the plan that these silos work on."""
+        """Sign a waiver for the current plan of each silo, since the audit of so few images is inconclusive."""
         for silo in silos:
             while self.status(silo)["state"] == "waiting":
                 self.watch(1.0)
@@ -134,6 +135,28 @@ class Demo:
         name = f"{program}-{Path(str(arguments[-1])).name}"
         log = self.out / "logs" / f"{name}.log"
         self.background.append(spawn(command, log_path=log, env=self._environment(), grace_s=15.0))
+
+    @contextmanager
+    def serve(self, program: str, *arguments: object) -> Iterator[str]:
+        """Start a command that serves a page, and yield the page's address; the command ends with the block."""
+        command = self._command(program, arguments)
+        self._show([*command, "&"])
+        with subprocess.Popen(
+            command,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            # Read as well, so that the reason of a failure is shown, and nothing about the end of the command.
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            try:
+                line = process.stdout.readline() if process.stdout else ""
+                address = re.search(r"http://127\.0\.0\.1:\d+/\S*", line)
+                if address is None:
+                    raise DemoError(f"the command above printed no address, but: {line.strip()}")
+                yield address[0]
+            finally:
+                process.terminate()
 
     def watch(self, seconds: float) -> None:
         """Show what the background commands print, for a while; fail when one of them has failed."""
@@ -210,7 +233,7 @@ def run_demo(out: Path, act: Callable[[Demo], None], again: str) -> int:
     Args:
         out: the folder; only one that an earlier demo made is replaced.
         act: the demo.
-        again: how to start it again, for whoever interrupts it.
+        again: the command that starts it again, shown after an interruption.
     """
     keep_private()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -244,7 +267,7 @@ def _prepare(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         if not (out / _MARKER).exists():
             raise DemoError(
-                f"{out} is not empty and not an earlier demo's folder; name another one with --out."
+                f"{out} is not empty, and no earlier demo made it; name another folder with --out."
             )
         shutil.rmtree(out)
     private_folder(out)  # passphrases, keys and images lie in it

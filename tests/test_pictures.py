@@ -1,7 +1,8 @@
-"""The drawn pictures of the documentation: current, readable, within their sheets, and complete."""
+"""The pictures of the documentation: drawn ones are current, readable and complete, all are small and shown."""
 
 import re
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +11,10 @@ from silo.worker.life import STATES, TRANSITIONS
 from tools.pictures import FOLDER, PICTURES, plan_life
 from tools.pictures.drawing import PLAIN, Box, Drawing
 
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+MAX_PICTURE_BYTES = 200_000
+IMAGE = re.compile(r"!\[([^\]]+)\]\(([^)\s]+)\)")
 # A character of DejaVu Sans and of Verdana, which is as wide, takes about half of the text's size in a line of prose;
 # bold ones take more.
 CHARACTER_WIDTH = 0.58
@@ -22,6 +27,20 @@ def test_picture_has_the_bytes_that_its_script_draws(name: str) -> None:
 
 def test_every_svg_in_the_folder_is_drawn_by_the_script() -> None:
     assert {path.name for path in FOLDER.glob("*.svg")} == set(PICTURES)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.png")), ids=lambda path: path.name)
+def test_picture_of_pixels_is_small(path: Path) -> None:
+    assert path.stat().st_size < MAX_PICTURE_BYTES
+
+
+def test_every_picture_in_the_folder_is_shown_with_a_description() -> None:
+    descriptions = {}
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        for description, name in IMAGE.findall(page.read_text("utf-8")):
+            descriptions.setdefault(Path(name).name, []).append(description)
+    shown = {name for name, texts in descriptions.items() if all(len(text) > 10 for text in texts)}
+    assert not {path.name for path in FOLDER.iterdir()} - shown
 
 
 def texts_outside(svg: str) -> list[str]:

@@ -34,7 +34,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--side", type=int, default=8, help="of the made-up grey images")
+    parser.add_argument(
+        "--side", type=int, default=8, help="side of the made-up grey images, in pixels"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     asked = parser.parse_args()
     torch.set_num_threads(1)

@@ -369,16 +369,22 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, required=True, help="folder of radiographs without text, PNG or JPEG"
     )
-    parser.add_argument("--images", type=int, help="how many of them are used; default: all")
+    parser.add_argument(
+        "--images", type=int, help="number of radiographs that are used; default: all"
+    )
     parser.add_argument(
         "--without",
         nargs="*",
         default=[],
-        help="beginnings of names of images that hold text already",
+        help="beginnings of the names of images that already contain text",
     )
-    parser.add_argument("--samples", type=int, default=100, help="drawings of each side and height")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawings")
-    parser.add_argument("--against", type=Path, help="another version of ddm/images/text.py")
+    parser.add_argument(
+        "--samples", type=int, default=100, help="number of drawings for each side and height"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawings")
+    parser.add_argument(
+        "--against", type=Path, help="another version of ddm/images/text.py, to compare with"
+    )
     options = parser.parse_args()
     images = load_images(options.data, options.images, options.without)
     if options.against:

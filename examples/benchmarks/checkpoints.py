@@ -71,7 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, help="on the disk; default a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure; default: a temporary one"
+    )
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--mask-ratio", type=float, default=0.5)
     parser.add_argument("--unmasked-share", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="20 steps, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="20 steps, for a quick trial")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
-        "--quick", action="store_true", help="two rounds of two steps, to see that it works"
+        "--quick", action="store_true", help="two rounds of two steps, for a quick trial"
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()

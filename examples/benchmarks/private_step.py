@@ -148,9 +148,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--images", type=Path, help="npy of images of 28 x 28; random ones without it"
-    )
+    parser.add_argument("--images", type=Path, help="npy of 28 x 28 images; default: random images")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     device, random = torch.device(asked.device), np.random.default_rng(0)

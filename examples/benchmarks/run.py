@@ -24,8 +24,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=CORE, default=CORE, help="some of them")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that all work")
+    parser.add_argument(
+        "--only", nargs="+", choices=CORE, default=CORE, help="benchmarks to run; default: all"
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, for a quick trial")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()
     folder = arguments.out / "targets"

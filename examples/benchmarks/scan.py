@@ -119,7 +119,10 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=60_000)
     parser.add_argument("--dicom", type=int, default=2000)
     parser.add_argument(
-        "--rounds", type=int, default=1, help="of the DICOM, each with and without the scan"
+        "--rounds",
+        type=int,
+        default=1,
+        help="number of rounds over the DICOM files, each with and without the scan",
     )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--quick", action="store_true", help="two rounds of five steps, to see that it works"
+        "--quick", action="store_true", help="two rounds of five steps, for a quick trial"
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ MINUTES = 4
 
 
 def main() -> int:
-    """Command line: --out FOLDER [--port N]."""
+    """Command line: --out FOLDER [--port N] [--recipe FILE] [--screenshots FOLDER]."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -29,18 +29,24 @@ def main() -> int:
         help="folder to make (an earlier demo is replaced)",
     )
     parser.add_argument(
-        "--port", type=int, default=0, help="port of the aggregator; a free one when omitted"
+        "--port", type=int, default=0, help="port of the aggregator; default: a free one"
     )
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
-    arguments = parser.parse_args()
-    port, recipe = arguments.port, arguments.recipe
+    parser.add_argument(
+        "--screenshots",
+        type=Path,
+        help="folder for screenshots of the live page and of the review page; needs Chromium",
+    )
+    given = parser.parse_args()
     code: int = run_demo(
-        arguments.out, lambda demo: run(demo, port or demo.free_port(), recipe), "make demo"
+        given.out,
+        lambda demo: run(demo, given.port or demo.free_port(), given.recipe, given.screenshots),
+        "make demo",
     )
     return code
 
 
-def run(demo: Demo, port: int, recipe: Path) -> None:
+def run(demo: Demo, port: int, recipe: Path, screenshots: Path | None) -> None:
     """The transcript."""
     out = demo.out
     print(
@@ -60,7 +66,7 @@ def run(demo: Demo, port: int, recipe: Path) -> None:
             "aggregator", "plan", out / "fed", "--recipe", recipe, "--public", public, "--yes"
         )
     with timed(stages, "train and collect"):
-        processes = federate(demo)
+        processes = federate(demo, screenshots)
     with timed(stages, "release"):
         demo.call("aggregator", "release", out / "fed", "--out", out / "release")
     with timed(stages, "verify and sample"):
@@ -72,9 +78,7 @@ def run(demo: Demo, port: int, recipe: Path) -> None:
         "processes": processes,
     }
     write_summary(summary, out)
-    print(
-        "To compare its routers and strategies with a router that knows no privacy: make demo-compare"
-    )
+    print("To compare its routers and strategies with a router without privacy: make demo-compare")
 
 
 def set_up_aggregator(demo: Demo, port: int) -> None:
@@ -102,24 +106,29 @@ def set_up_aggregator(demo: Demo, port: int) -> None:
     settings.write_text(text)
 
 
-def federate(demo: Demo) -> dict[str, object]:
+def federate(demo: Demo, screenshots: Path | None) -> dict[str, object]:
     """Run the aggregator and three silos side by side until every silo has its receipt."""
     out = demo.out
     demo.start("aggregator", "run", out / "fed")
     for silo in SILOS:
         demo.start("silo", "run", "--wait", out / silo)
     demo.waive(SILOS, "the digits are public; there is nobody to protect")
-    approve(demo)
+    approve(demo, screenshots)
     demo.wait(*demo.background)
     found: dict[str, object] = demo.flower_processes(SILOS)
     return found
 
 
-def approve(demo: Demo) -> None:
+def approve(demo: Demo, screenshots: Path | None) -> None:
     """A person at north looks at what would leave, and lets exactly that leave."""
     site = demo.out / PERSON
     while demo.status(PERSON)["state"] != "awaiting_approval":
         demo.watch(2.0)
+    if screenshots is not None:
+        # Only here, since it needs selenium, which a reader of the tutorial need not have.
+        from screenshots import take_screenshots
+
+        take_screenshots(demo, PERSON, screenshots)
     digest = demo.status(PERSON)["submission_digest"]
     demo.call("silo", "review", site, "--text")
     demo.call("silo", "approve", site, "--digest", digest)

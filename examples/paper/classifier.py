@@ -29,12 +29,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="npz of labelled public images")
     parser.add_argument("--out", type=Path, required=True, help="FILE.safetensors")
     parser.add_argument(
-        "--range", type=float, nargs=2, default=(-1.0, 1.0), help="of the plan; default -1 1"
+        "--range",
+        type=float,
+        nargs=2,
+        default=(-1.0, 1.0),
+        help="range of values of the plan; default: -1 1",
     )
     parser.add_argument(
-        "--steps", type=int, default=1500, help="training steps of 128 images; default 1500"
+        "--steps",
+        type=int,
+        default=1500,
+        help="number of training steps, of 128 images each; default: 1500",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, order and shifts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and shifts")
     given = parser.parse_args()
     labels = torch.from_numpy(read_array(given.data, "labels", max_bytes=_MAX_LABEL_BYTES)).long()
     shape = read_array(given.data, "images", max_bytes=1 << 40).shape[1:]

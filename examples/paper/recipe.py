@@ -2,11 +2,11 @@
 
     python -m examples.paper.recipe --data FOLDER --out FOLDER
 
-FOLDER of --data holds Fashion-MNIST's four idx gz files, split as for the tables. A small transformer is trained on the
-training images by each recipe, and its samples are compared with the validation images by the features of a small
-classifier, which is trained first, on the public images, and kept in --out: the test images are for the tables alone.
-Each row is written as it is done, and rows that are there already are not measured again. Prints the table and writes
-it to recipe.md and recipe.csv.
+The folder of --data contains Fashion-MNIST's four idx gz files, which are split as for the tables. Each recipe trains a
+small transformer on the training images. Its samples are compared with the validation images, by the features of a
+small classifier that is trained first, on the public images, and stays in --out; only the tables use the test images.
+Each row is written when it is measured, and is not measured again. The script prints the table and writes it to
+recipe.md and recipe.csv.
 """
 
 import argparse
@@ -85,15 +85,21 @@ def main() -> int:
         "--data", type=Path, required=True, help="folder of Fashion-MNIST's idx gz files"
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for the table, the classifier, each row"
+        "--out", type=Path, required=True, help="folder for the table, the classifier and the rows"
     )
-    parser.add_argument("--rows", nargs="+", choices=sorted(ROWS), help="of the table; default all")
-    parser.add_argument("--num", type=int, default=2500, help="samples of each; default 2500")
     parser.add_argument(
-        "--steps", type=int, help="training steps, in place of the table's own, to see that it runs"
+        "--rows", nargs="+", choices=sorted(ROWS), help="rows of the table; default: all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and samples")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; default 1")
+    parser.add_argument(
+        "--num", type=int, default=2500, help="number of samples of each row; default: 2500"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="number of training steps instead of the table's, for a quick trial",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and samples")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch; default: 1")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     return ended(lambda: run(given), given.out)

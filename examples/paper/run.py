@@ -1,9 +1,9 @@
-"""Trains, samples and evaluates what the paper's tables hold, and writes CSV, figures and a page.
+"""Trains, samples and evaluates the models of the paper's tables, and writes CSV, figures and a page.
 
     python -m examples.paper.run --dataset fashion-mnist --data FOLDER --preset cpu --out DIR
 
-Everything done is kept in --out: the same command goes on where it was stopped, and more tables or seeds reuse the
-models that are there; and started again beside itself, with --threads 1 each, it shares the work.
+Results stay in --out. So the same command continues where it was stopped, and more tables or seeds reuse the models
+there. Several processes with the same --out share the work; start each with --threads 1.
 """
 
 import argparse
@@ -56,20 +56,23 @@ def parse(words: list[str]) -> argparse.Namespace:
         allow_abbrev=False,  # the command is shown on the page, where files of this machine have names of their own
     )
     parser.add_argument("--dataset", choices=get_args(DatasetName), required=True)
-    parser.add_argument("--data", type=Path, help="its files; digits need none")
+    parser.add_argument("--data", type=Path, help="files of the data set; digits need none")
     parser.add_argument(
-        "--preset", choices=get_args(PresetName), required=True, help="how large everything is"
+        "--preset",
+        choices=get_args(PresetName),
+        required=True,
+        help="size of models, training and samples",
     )
     parser.add_argument(
         "--tables",
         type=_numbers,
-        help="as in 1,3,7; default 1,2,3,4,7 with the preset cpu, else all",
+        help="tables to measure, such as 1,3,7; default: 1,2,3,4,7 with the preset cpu, otherwise all",
     )
     parser.add_argument(
         "--row",
         action="append",
         metavar="TEXT",
-        help="only the row of this name, or rows with the text",
+        help="row to measure, by its name or a part of it; may be repeated",
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for models, cells, tables, figures and page"
@@ -78,9 +81,9 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--published",
         type=Path,
         metavar="FOLDER",
-        help="tables of an earlier run to go on with, by its classifier if it is there",
+        help="folder of an earlier run's tables to continue, with its classifier if the folder has one",
     )
-    parser.add_argument("--seeds", type=int, help="how many; default as the preset says")
+    parser.add_argument("--seeds", type=int, help="number of seeds; default: that of the preset")
     parser.add_argument(
         "--scale",
         type=float,
@@ -88,9 +91,11 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="share of all training steps and samples; default 1",
     )
     parser.add_argument(
-        "--minutes", type=float, help=f"stop after so many, with status {EXIT_OUT_OF_TIME}"
+        "--minutes",
+        type=float,
+        help=f"minutes after which the run stops, with status {EXIT_OUT_OF_TIME}",
     )
-    parser.add_argument("--threads", type=int, help="of torch on a CPU")
+    parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
     given = parser.parse_args(words)
     given.tables = given.tables or _DEFAULT_TABLES[given.preset]
     if not 0 < given.scale <= 1:

@@ -239,7 +239,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--federations", type=int, default=2)
     parser.add_argument(
-        "--kind", choices=[*KINDS], action="append", help="one of them; default: all"
+        "--kind",
+        choices=[*KINDS],
+        action="append",
+        help="kind of expert to measure; may be repeated; default: all",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -517,7 +517,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--federations", type=int, default=3)
     parser.add_argument(
-        "--demo", action="store_true", help="false alarms at the demo's size: an hour"
+        "--demo",
+        action="store_true",
+        help="measure false alarms at the demo's size, which takes an hour",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -49,6 +49,8 @@ def test_demo_leaves_a_grid_and_a_summary(tmp_path: Path) -> None:
         str(out),
         "--recipe",
         str(tmp_path / "plan.toml"),
+        "--screenshots",
+        str(tmp_path / "screenshots"),
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -67,3 +69,8 @@ def test_demo_leaves_a_grid_and_a_summary(tmp_path: Path) -> None:
     assert summary["processes"]["aggregator"]["run_id"] and summary["seconds"]["set up"] > 0
     with Image.open(out / "samples.png") as grid:
         assert grid.width > 500
+    for name in ("live-page.png", "review-page.png"):
+        with Image.open(tmp_path / "screenshots" / name) as screenshot:
+            # A page has text and cards; an empty one has a single colour.
+            assert screenshot.width == 900 and screenshot.height > 300
+            assert len(screenshot.convert("RGB").getcolors(1 << 16) or []) > 20

@@ -11,10 +11,10 @@ from tools.reference.source import Function, Module, code, field, is_public, par
 HEAD = """\
 # The Python API
 
-`make docs` writes this page from the code. What is named here is public: it changes with a new
+`make docs` writes this page from the code. The names on this page are public: they change only with a new
 [version](../../RELEASE.md#versions) and a line in the changelog. Everything else may change at any time. `import ddm`
-loads no torch; the names in `ddm` itself load what they need when they are first used. Errors and their exit codes have
-[a page of their own](errors.md).
+does not import torch; a name in `ddm` imports what it needs when it is first used. [Another page](errors.md) lists
+errors and exit codes.
 """
 GROUPS: dict[str, tuple[str, ...]] = {
     "Open and sample": (
@@ -71,7 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 REMARKS = {
     "Documents": "Frozen pydantic models; [Documents](documents.md) says what each field means, at every depth.",
-    "Training": "The table `[training]` of `silo.toml`, and an argument of whoever trains with the library.",
+    "Training": "The table `[training]` of `silo.toml`, which is also an argument of the library's training functions.",
 }
 HEADINGS = {"Args": "Arguments"}
 WITHOUT_METHODS = {*GROUPS["Strategies"]}  # how an ensemble asks them is its own affair

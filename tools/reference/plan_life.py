@@ -26,8 +26,8 @@ _GATED = ("plan_accepted", "auditing", "released")
 _HEAD = """# A plan's life
 
 What happens to a plan at one silo, by the rules of [silo/worker/life.py](../../silo/worker/life.py); `make docs` writes
-this page. A restart, a loss of power or a week offline changes no state. A step that the tables do not name cannot
-happen: a command that would need it ends with exit code 34 and says in which states it works.
+this page. A restart, a loss of power or a week offline changes no state. Only the steps in
+the tables are possible: a command that needs another one ends with exit code 34 and names the states in which it works.
 
 ![The states of a plan at one silo, and the events that lead from one to the next](../pictures/plan-life.svg)
 
@@ -58,8 +58,8 @@ _EVENTS = """
 _STEPS = """
 ## Every state, every event
 
-The last column is the most that the worker may spend on the way. Whatever is done twice is paid once: a debit in the
-ledger covers one plan and one version of the images, however often they are drawn or sent.
+The last column is the most that the worker may spend on the way. A repeated step is paid once: a debit in the ledger
+covers one plan and one version of the images, even if statistics are drawn or sent several times.
 
 | in state | event | leads to | `aggregator status` then says | spends at most |
 | --- | --- | --- | --- | --- |
@@ -67,9 +67,9 @@ ledger covers one plan and one version of the images, however often they are dra
 _LEAVING = """
 ## Giving a plan up
 
-`silo withdraw` works in every state in which there is a plan to give up. The silo's key signs a notice, the only
-one that the aggregator accepts; it then leaves the silo out of every later version and answers with a signed notice.
-Stop `silo run` first, and start it again afterwards: the aggregator learns of it while the site is connected.
+`silo withdraw` works in every state in which there is a plan to give up. The silo's key signs a notice; the aggregator
+accepts no other. It then leaves the silo out of every later version and answers with a signed notice. Stop `silo run`
+first, and start it again afterwards, because the notice is sent while the site is connected.
 
 | in state | what it means |
 | --- | --- |
@@ -79,21 +79,21 @@ _WHEN: Mapping[Event, str] = {
     "decline": "the plan does not verify, or requires more than policy.toml allows",
     "scan": "the images were read; there are enough, and the budget covers the plan",
     "assign": "every image has its cluster",
-    "begin": "it is clear which experts there are; plans with an expert a cluster draw the counts for that",
+    "begin": "the experts are determined; for this, plans with an expert for each cluster draw counts",
     "train": "the experts are trained",
-    "audit": "the leak audit of every expert is finished, and lets it leave or is waived",
+    "audit": "the leak audit of every expert is finished, and it passed or is waived",
     "draw": "the statistics were debited, then drawn",
-    "draft": "what would leave lies in `private/review/`",
-    "lapse": "the waiver that the draft carries is over; it is drafted again",
-    "send": "a person approved the draft, or policy.toml does; it was signed into the outbox",
+    "draft": "the draft of the submission is in `private/review/`",
+    "lapse": "the waiver in the draft has expired; the draft is written again",
+    "send": "a person or policy.toml approved the draft; it is signed and in the outbox",
     "receipt": "the aggregator's signed acceptance arrived",
-    "hold": "signed word arrived that a person at the aggregator decides",
-    "refusal": "the aggregator's signed refusal arrived; it says what may be tried again at which cost",
+    "hold": "a signed message arrived: a person at the aggregator has to decide",
+    "refusal": "the aggregator's signed refusal arrived; it states what the silo may try again, and the cost",
     "restart": "`silo run` was started again",
-    "retrain": "`silo retrain`: train and draw again on the images as they are now; it says first what that costs",
+    "retrain": "`silo retrain`: train and draw again on the present images; the command states the cost first",
     "succession": "the federation's keys signed another plan, and its metadata arrived here",
     "withdraw": "`silo withdraw`",
-    "notice": "signed word arrived that the aggregator leaves this silo out",
+    "notice": "a signed message arrived: the aggregator leaves this silo out",
 }
 
 

@@ -19,11 +19,11 @@ HEAD = """\
 # The recipe of a plan
 
 `make docs` writes this page from the code. The recipe is what an operator writes for `aggregator plan`: one TOML file
-of at most 16 KiB. A field that is not named here is refused, and so is a value out of bounds. There are complete ones
-[for each case](../how-to/run-an-aggregator.md#plan); [Documents](documents.md#plan) says what becomes of a recipe in
-the signed plan. `ddm split` reads the same file, without need of `statistics`, `audit` and `limits`, and with a table
-`[owner]`. Where a table comes in several kinds, its field `kind` says which, and each has fields of its own. Paths are
-relative to where the command is run.
+of at most 16 KiB. Fields that are not on this page are refused, and so are values out of bounds. There are complete
+recipes [for each case](../how-to/run-an-aggregator.md#plan); [Documents](documents.md#plan) describes the signed plan.
+`ddm split` reads the same file; it does not need `statistics`, `audit` and `limits`, and has a table `[owner]`. If a
+table has several kinds, its field `kind` names one, and each kind has its own fields. Paths are relative to the folder
+in which the command is run.
 """
 ROW = "| `{name}` | {type} | {default} | {bounds} | {meaning} |"
 SIZE_ROW = "| `size` | text | none | {names} | A published size, in place of the numbers that it stands for. |"
@@ -53,7 +53,7 @@ def recipe_page() -> str:
     """Return the page."""
     every = [
         *tables(Table("", Recipe)),
-        Table("owner", OwnerRecipe, "Of `ddm split` alone; optional."),
+        Table("owner", OwnerRecipe, "Only for `ddm split`; optional."),
     ]
     return "\n".join([HEAD, *(line for table in every for line in section(table))])
 
@@ -67,12 +67,12 @@ def tables(table: Table) -> Iterator[Table]:
             remark = "Required." if info.is_required() else "Optional."
             if isinstance(info.default, BaseModel) and len(models) > 1:
                 remark = (
-                    "Used where the table is left out."
+                    "Used if the table is left out."
                     if isinstance(info.default, model)
                     else "Optional."
                 )
             elif len(models) > 1 and info.is_required():
-                remark = "Required; it has this kind or another."
+                remark = "Required, in one of its kinds."
             listed = get_origin(info.annotation) is tuple
             yield from tables(Table(f"{table.name}.{name}".lstrip("."), model, remark, listed))
 

@@ -19,13 +19,12 @@ HEAD = """\
 # Remedies
 
 `make docs` writes this page from the code. It lists each text that a command prints after `to do:`, with its error and
-the files that raise it. `{...}` stands for what the program fills in, a word in capital letters for what the reader
-fills in.
+the files that raise it. The program replaces `{...}`, and the reader replaces words in capital letters.
 
-The last column names the states in which a test brings the error about with the real program, does what the remedy says
-and types a command again, which ends well unless an exit code is given. Other tests read every command in a remedy as
-the program itself would, with all arguments and options that it requires, and look up every field of a recipe or a
-configuration file. [Errors and exit codes](errors.md) describes the classes.
+The last column names the states in which a test causes the error with the real program, follows the remedy and types a
+command again. This command succeeds unless an exit code is given. Other tests parse every command in a remedy as the
+program does, with all required arguments and options, and look up every field of a recipe or a configuration file.
+[Errors and exit codes](errors.md) describes the classes.
 
 | remedy | error | where | typed in these states |
 | --- | --- | --- | --- |"""

@@ -195,19 +195,20 @@ def _hours_by_number() -> Iterator[str]:
 
 
 _REST = """
-## What else takes room and time
+## Other disk space and time
 
-- **Transformed images.** The site keeps one copy: a byte a value with `storage = "uint8"`, so that 10,000 images of 256
-  x 256 in three channels take 2 GB. Latents take four bytes a value: 10,000 of 4 x 32 x 32 take 0.16 GB.
-- **Scanning.** [What a scan costs](../results/scanning.md) was measured: a few milliseconds an image on two cores.
-- **Sending.** [Transfer](transfer.md) was measured on two cores at 16.5 MB/s, so that 1 GB takes a minute. A transfer
-  that was interrupted goes on where it stopped.
+- **Transformed images.** The site keeps one copy. With `storage = "uint8"` a value takes one byte, so 10,000 images of
+  256 x 256 in three channels take 2 GB. A value of a latent takes four bytes: 10,000 latents of 4 x 32 x 32 take 0.16
+  GB.
+- **Scanning.** On two cores, [a scan](../results/scanning.md) takes a few milliseconds for each image.
+- **Sending.** [Transfer](transfer.md) was measured on two cores at 16.5 MB/s, so 1 GB takes a minute. An interrupted
+  transfer continues where it stopped.
 - **Several GPUs.** `processes` in `silo.toml` divides the work ([train beyond one
-  machine](../how-to/train-beyond-one-machine.md)). It was never measured on several GPUs.
-- **Experts.** A plan with an expert for each cluster trains several at a silo; time, disk and network grow with their
-  number.
+  machine](../how-to/train-beyond-one-machine.md)). Several GPUs were not measured.
+- **Experts.** A plan with an expert for each cluster trains several experts at a silo; time, disk and network grow with
+  their number.
 - **Aggregator.** It needs no GPU for the router `counts`. Its disk holds every expert: the number of silos times the
-  column *network*, for each plan, and once more for the release.
-- **Researcher.** Sampling reads the experts that it needs. `ddm sample` says how much memory a request takes and
+  column *network*, for each plan and again for the release.
+- **Researcher.** Sampling loads only the experts that it needs. `ddm sample` states the memory of a request, and
   refuses one that does not fit.
 """

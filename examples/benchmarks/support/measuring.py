@@ -98,11 +98,11 @@ def parse(description: str | None, **defaults: float | str) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a small size, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a small size, for a quick trial")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument(
-        "--work", type=Path, default=Path("build/bench/work"), help="where the files go meanwhile"
+        "--work", type=Path, default=Path("build/bench/work"), help="folder for temporary files"
     )
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)

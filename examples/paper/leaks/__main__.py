@@ -34,25 +34,29 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--dataset", choices=tuple(PRIVATE_CLASSES), required=True)
-    parser.add_argument("--data", type=Path, required=True, help="as examples.paper.run takes it")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="files of the data set, as for examples.paper.run"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--images",
         type=int,
         nargs="+",
         default=NUM_IMAGES,
-        help="of the silos; default 100 to 3,000",
+        help="numbers of images of a silo; default: 100 to 3,000",
     )
     parser.add_argument("--choices", nargs="+", choices=tuple(CHOICES), default=tuple(CHOICES))
-    parser.add_argument("--samples", type=int, default=2000, help="for FID; default 2000")
+    parser.add_argument(
+        "--samples", type=int, default=2000, help="number of samples for FID; default: 2000"
+    )
     parser.add_argument(
         "--shadows",
         type=int,
         default=2,
-        help="that an outsider trains; default 2, 0 for no outsider",
+        help="number of shadows that the outsider trains; default: 2; 0 for no outsider",
     )
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="share of all training steps; default 1"
+        "--scale", type=float, default=1.0, help="share of all training steps; default: 1"
     )
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()

@@ -122,7 +122,7 @@ def write_report(
         "",
         f"    {command}",
         "",
-        *([f"All trainings took {share:g} of their steps.", ""] if share != 1 else []),
+        *([f"All trainings had {share:g} of their steps.", ""] if share != 1 else []),
         f"The public expert alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",
         "",
         "```text",
@@ -135,13 +135,13 @@ def write_report(
     (out / "README.md").write_text("\n".join(page), "utf-8")
 
 
-_METHOD = """One silo learns some classes of the data set; the public expert, from which LoRA starts, saw the others.
-Each expert is audited by the code that a worker runs, with {held} units held out: AUC and the share of members found
-are those of the strongest attack, near copies the larger share by pixels or by features. The outsider trains shadows
-of its own on other images of these classes and shares no code with the audit; its AUC is that of its best attack. FID
-and KID are taken in the features of a small classifier, against test images of the silo's classes. Brackets: 95%
-intervals over units, samples and reference images, of one training each. `leaks.csv` has every
-figure, with times and commits."""
+_METHOD = """One silo trains on some classes of the data set. The public expert, from which LoRA starts, was trained on
+the other classes. Each expert is audited by the worker's own code, with {held} units held out. AUC and the share of
+members found are those of the strongest attack; near copies are the larger share, by pixels or by features. The
+outsider trains shadows on other images of these classes and shares no code with the audit; its AUC is that of its best
+attack. FID and KID use the features of a small classifier, against test images of the silo's classes. Brackets are 95%
+intervals over units, samples and reference images; each row is one training. `leaks.csv` contains every figure, with
+times and commits."""
 
 
 def _value_of_outsider(cell: Cell, name: str) -> str:

@@ -75,19 +75,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--data", type=Path, help="folder of the data set's files; digits need none"
     )
     parser.add_argument(
-        "--seeds", type=int, default=3, help="worlds: splits, encoders, statistics (default 3)"
+        "--seeds",
+        type=int,
+        default=3,
+        help="number of splits, each with its encoder and statistics (default: 3)",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for figure, tables and unfinished runs"
+        "--out", type=Path, required=True, help="folder for the figure, tables and unfinished runs"
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 1 if a target is missed"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="few steps, to see that everything runs; numbers mean nothing",
+        help="few steps, for a quick trial; the numbers have no meaning",
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="seeds at a time, each with one thread (default 1)"
+        "--jobs",
+        type=int,
+        default=1,
+        help="number of seeds at the same time, each with one thread (default: 1)",
     )
     arguments = parser.parse_args(argv)
     if arguments.check and arguments.quick:

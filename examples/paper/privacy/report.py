@@ -17,27 +17,25 @@ from examples.paper.privacy.results import Presets, Record, SeedResult
 from examples.paper.privacy.targets import Target, interval, reference_gain
 
 ENCODERS = {
-    "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56) that was "
-    "trained for each seed on the public images *and their classes*; it stands for a network that was trained on "
-    "public images of the kind. `counts, hog` uses principal components of oriented gradients, and `counts, pca` of "
-    "pixels, neither of which needs classes.",
-    "pca": "Public groups come from principal components of the public images; no class is used anywhere but in the "
-    "evaluation.",
+    "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56). For each "
+    "seed it is trained on the public images *and their classes*; it represents a network that was trained on similar "
+    "public images. `counts, hog` uses principal components of oriented gradients, and `counts, pca` uses those of "
+    "pixels; neither needs classes.",
+    "pca": "Public groups come from principal components of the public images. Only the evaluation uses classes.",
 }
 
 
 METHOD = (
-    "Routers are measured as an aggregator publishes them, with the temperature that it fits on public images that "
-    "nothing else was fitted on, but without its fallback to counts. Learned routers get three quarters of the total "
-    "for counts, the rest for sketches; `samples` is trained on images drawn from experts "
-    "without DP-SGD and is eligible for no target. The reference is the better of a tuned network on x_t, trained on "
-    "all private images, and of exact counts over the same groups with a temperature of their own; `both` is a "
-    "network trained beside exact counts, shown for what more there is to gain, and no part of the reference. The "
-    "numbers of groups and dimensions and the "
-    "encoder's training were chosen on the test images of the first split. Test images and their noise are the "
-    "same for every seed of Fashion-MNIST, so that intervals are about splits, encoders, clusters and statistics. "
-    "A router that always answers the prior keeps the silos' shares, so the shares within public clusters are "
-    "compared as well, and two routers that must fail there."
+    "Routers are measured as an aggregator publishes them. Their temperature is fitted on separate public images, but "
+    "the aggregator's fallback to counts is off. Learned routers spend three quarters of the total on counts and the "
+    "rest on sketches. `samples` is trained on images drawn from experts without DP-SGD, and no target covers it. The "
+    "reference is the better of two routers without privacy: a tuned network on x_t, trained on all private images, "
+    "and exact counts over the same groups with a temperature of their own. `both` is a network that is trained "
+    "together with exact counts. It shows what more could be gained, and is not part of the reference. The numbers of "
+    "groups and dimensions and the encoder's training were chosen on the test images of the first split. Test images "
+    "and their noise are the same for every seed of Fashion-MNIST, so intervals cover splits, encoders, clusters and "
+    "statistics. A router that always answers the prior keeps the silos' shares. Therefore the shares within public "
+    "clusters are compared as well, together with two routers that must fail this comparison."
 )
 
 
@@ -79,9 +77,9 @@ def write_report(
         _filled(
             f"`python -m examples.paper.privacy --dataset {dataset} --seeds {len(results)}` on {platform.machine()}, "
             f"{datetime.now(UTC):%Y-%m-%d}; seeds measured at commit {', '.join(sorted({r.commit for r in results}))}. "
-            f"Means over t = {', '.join(f'{t:g}' for t in TIMES)}. Brackets: 95% interval over {len(results)} seeds, "
-            "each a new split of the data, new clusters and new noise. Every epsilon is a plan's total, per image, "
-            f"replace-one, delta {DELTA:g}; the statistics are drawn by the silos' own code."
+            f"Means over t = {', '.join(f'{t:g}' for t in TIMES)}. Brackets: 95% interval over {len(results)} seeds; "
+            "each seed has a new split of the data, new clusters and new noise. Epsilon is the total of a plan, per "
+            f"image, replace-one, delta {DELTA:g}; the silos' own code draws the statistics."
         ),
         _filled(ENCODERS[presets.encoders[0]]),
         _filled(METHOD),

@@ -76,13 +76,13 @@ def _strategies(preset: Preset) -> Table:
         "images_per_s",
     )
     note = (
-        "Monoliths of smaller batches take as many more steps; every batch has a learning rate of its own. The experts "
-        f"together have {preset.num_islands} times the monolith's weights; lock, sample and top-1 evaluate one of them "
-        "at a time. Routers are fitted on exact counts, without differential privacy. FLOPs leave out choosing rates, "
-        "the encoder and the clustering. The share error is the total variation distance between the shares of the "
-        "experts that drew the samples and their priors. Where experts are mixed, a sample counts for one that is "
-        "drawn from the router's weights at the last step. That of images counts the cluster in which a sample lies, "
-        "by the principal components that divide the training images."
+        "Monoliths with smaller batches take more steps, so that the FLOPs are equal; every batch has a learning rate "
+        f"of its own. The experts together have {preset.num_islands} times the monolith's weights; lock, sample and "
+        "top-1 evaluate one expert at a time. Routers are fitted on exact counts, without differential privacy. FLOPs "
+        "do not include the choice of learning rates, the encoder and the clustering. The share error is the total "
+        "variation distance between the priors of the experts and their shares of the samples. If experts are mixed, a "
+        "sample counts for one expert, drawn from the router's weights at the last step. The share error of images "
+        "compares the clusters of the samples instead, by the principal components that divide the training images."
     )
     return Table(
         1,
@@ -100,7 +100,7 @@ def _numbers(preset: Preset) -> Table:
             Row(table=2, label=f"{num}, {name}", source=Experts(num=num), strategy=name)
             for name in ("lock(1)", "sample")
         ]
-    note = "Every number of experts has a learning rate of its own, chosen as the others, among the same rates."
+    note = "Every number of experts has a learning rate of its own, chosen in the same way and among the same rates."
     return Table(
         2,
         "Number of experts at equal training FLOPs",
@@ -125,9 +125,8 @@ def _partitions(preset: Preset) -> Table:
         ]
     columns = ("fid", "fid_pca", "kid", "recall", "share_error")
     note = (
-        "Random experts have an equal part of all images each. Of Dirichlet silos, every class is divided among the "
-        "silos by a draw of Dirichlet(0.5), so that silos share classes and differ in size; every expert takes the "
-        "same FLOPs."
+        "Each random expert has an equal part of all images. Dirichlet silos divide every class by a draw of "
+        "Dirichlet(0.5), so that silos share classes and differ in size. Every expert takes the same FLOPs."
     )
     return Table(3, f"Partition among {preset.num_islands} experts", columns, rows, note)
 
@@ -146,9 +145,10 @@ def _budgets(preset: Preset) -> Table:
                 for name, source in names.items()
             ]
     note = (
-        "The best batch, with as many more steps, is chosen on validation images together with its learning rate, from "
-        "those of table 1, for monolith and experts alike: in the runs that choose rates, of one seed and one budget, "
-        "for all budgets. Batches smaller than those of table 1 were not tried."
+        "The best batch is chosen from those of table 1 together with its learning rate, on validation images, for "
+        "monolith and experts alike. The choice is made once, in short runs with one seed, and serves for all budgets. "
+        "A smaller batch has more steps, so that the FLOPs are equal. Batches smaller than those of table 1 were not "
+        "tried."
     )
     return Table(4, "FID by training FLOPs", ("fid", "fid_pca", "kid", "flops"), rows, note)
 
@@ -176,9 +176,9 @@ def _unequal(preset: Preset) -> Table:
     columns = ("fid", "share_error", "smallest_followed", "smallest_drawn", "smallest_recall")
     note = (
         "Silos are cut along the first principal component of the public images, so that the silo of a sample is "
-        "known. Every expert takes a quarter of the FLOPs, whatever its silo's share. The dotted line is the smallest "
-        "silo's share. Equal priors are set after training and ask for other shares than the test images have, which "
-        "FID counts as an error."
+        "known. Every expert takes a quarter of the FLOPs, whatever the share of its silo. The dotted line is the "
+        "share of the smallest silo. Equal priors are set after training. Their shares differ from those of the test "
+        "images, and FID counts this difference as an error."
     )
     return Table(7, "Silos of .7, .2, .08 and .02 of the images", columns, rows, note)
 

@@ -54,14 +54,14 @@ def students(preset: Preset) -> Table:
         "flops",
     )
     note = (
-        "The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
-        f"{preset.own_samples}, by {preset.sampling_steps} steps of Heun, each with the expert that drew it, as "
-        "`ddm distill` draws them without data; training images have the island that they lie in, as in the paper, "
-        "which no federation has. Those from an expert start from the weights of the one with the largest prior, as "
-        "`ddm distill` does, the others from random ones; in 4 times the steps a student sees as many images as the "
-        "monolith. A student learns the velocity of the expert that drew the image, or of the mixture of all. FLOPs of "
-        "a student are its own, those of its teachers' forward passes and those of drawing own samples; training the "
-        "ensemble comes on top. Rates are chosen as the others, with own samples."
+        "A student has the monolith's network and takes the same number of steps, with a quarter of the batch. The "
+        f"{preset.own_samples} own samples are drawn by {preset.sampling_steps} steps of Heun's method, as by `ddm "
+        "distill` without data; each is labelled with the expert that drew it. Training images are labelled with their "
+        "islands, as in the paper; no federation has these labels. A student from an expert starts from the weights of "
+        "the expert with the largest prior, as in `ddm distill`; the others start from random weights. In 4 times the "
+        "steps, a student sees the same number of images as the monolith. A student learns the velocity of the expert "
+        "that drew the image, or of the mixture. FLOPs are those of the student, of its teachers' forward passes and "
+        "of drawing own samples, without the training of the ensemble. Learning rates are chosen with own samples."
     )
     return Table(5, f"Students of {preset.num_islands} experts", columns, rows, note)
 
@@ -96,17 +96,17 @@ def routers(preset: Preset) -> Table:
         "router_share_error",
     )
     note = (
-        f"One ensemble of {preset.num_islands} silos, Dirichlet(0.5), with one router after the other; a private one "
-        "may be drawn anew for each of its two rows. Statistics are "
-        "drawn and paid for by the silos' own code at delta 1e-5, replace-one, per image; encoder, clusters and sketch "
-        "are fitted on public images, as principal components, and a temperature on held-out public ones. Samples is a "
-        "transformer on images that the experts draw, as private as their weights; labelled training images is one on "
-        "the silos' own, which nobody may collect; exact counts are without noise, and so are those of the ensemble's "
-        "own router, over more groups, which are fitted on training images. Cross-entropy and the router's "
-        "share error are of noised test images, against each class's exact shares, averaged over noise levels, and "
-        "routers are chosen by that of validation images; the "
-        f"completion error is the root mean square of the right half of {preset.completed} test images, drawn given "
-        "the left half."
+        f"One ensemble of {preset.num_islands} Dirichlet(0.5) silos is used with each router in turn. The statistics "
+        "of a private router may be drawn twice, once for each of its two rows. The silos' own code draws statistics "
+        "and debits the ledger, at delta 1e-5, replace-one, per image. Encoder, clusters and sketch use principal "
+        "components of public images; the temperature is fitted on held-out public images. `samples` is a transformer "
+        "that is trained on images drawn by the experts, so its privacy is that of the weights. `labelled training "
+        "images` is a transformer that is trained on the silos' own images, which nobody may collect. Exact counts "
+        "have no noise. The ensemble's own router has exact counts too, over more groups, which are fitted on training "
+        "images. Cross-entropy and the router's share error are measured on noised test images, against the exact "
+        "shares of each class, and averaged over noise levels; routers are chosen by the cross-entropy on validation "
+        "images. The completion error is the root mean square error of the right half of "
+        f"{preset.completed} test images, drawn from the left half."
     )
     return Table(6, "Router families against epsilon", columns, rows, note)
 
@@ -134,19 +134,18 @@ def federated(preset: Preset) -> Table:
     ]
     columns = ("fid", "fid_pca", "kid", "recall", "bytes_up", "bytes_down", "wall_s", "flops")
     note = (
-        f"{preset.num_silos} silos, Dirichlet(0.5), at equal training FLOPs. FedAvg and FedProx are Flower's own "
-        f"strategies in {preset.rounds} rounds of a SuperLink and a SuperNode for each silo on loopback; a silo trains "
-        "by the library's loop, with a new optimizer and a short warm-up in every round, as silos without a memory do, "
-        "the rate falling along a cosine over the rounds, and sends weights averaged over its steps in the last round. "
-        "Fewer rounds have a rate of their own, and so has FedProx for each mu "
-        f"({', '.join(f'{mu:g}' for mu in preset.mus)}), of which the best on validation images is taken. "
-        "Bytes are what TCP carried between SuperNodes and SuperLink, counted by a relay, without TLS. "
-        "The ensemble's are those of one message of Flower's that takes the plan's files to every silo and brings back "
-        "expert, signed documents and counts; a whole federation with its own transport is in "
-        "examples/benchmarks/wire_bytes.py. Seconds are on one machine: silos of a round beside each other, experts "
-        "one after the other, router included. The lost silo's SuperNode is killed by force after half the rounds; "
-        "the ensemble goes on without its expert, "
-        "and its bytes and FLOPs are those of all silos."
+        f"{preset.num_silos} Dirichlet(0.5) silos, at equal training FLOPs. FedAvg and FedProx are Flower's own "
+        f"strategies, in {preset.rounds} rounds of a SuperLink and a SuperNode for each silo on loopback. A silo "
+        "trains with the library's loop. It keeps nothing between rounds, so every round has a new optimizer and a "
+        "short warm-up. The learning rate falls along a cosine over the rounds. In the last round a silo sends weights "
+        "that are averaged over its steps. Fewer rounds have a learning rate of their own. FedProx has one for each mu "
+        f"({', '.join(f'{mu:g}' for mu in preset.mus)}); the mu that is best on validation images is shown. A relay "
+        "counts the bytes that TCP carries between SuperNodes and SuperLink, without TLS. The bytes of the ensemble "
+        "are those of one message of Flower, which brings the plan's files to every silo and returns its expert, "
+        "signed documents and counts. examples/benchmarks/wire_bytes.py measures a whole federation with its own "
+        "transport. Wall time is that of one machine: the silos of a round run at the same time, experts one after the "
+        "other, with the router. If a silo is lost, its SuperNode is killed by force after half the rounds. The "
+        "ensemble then samples without its expert; its bytes and FLOPs remain those of all silos."
     )
     return Table(
         8, "Federated averaging through Flower against the one-shot ensemble", columns, rows, note
@@ -190,8 +189,9 @@ def objectives_and_classes(preset: Preset) -> Table:
     columns = ("fid", "fid_pca", "precision", "recall", "agreement", "share_error", "evaluations")
     note = (
         "Mixed experts learn, in turn, the velocity on the linear path, v on cosine_vp, eps on ddpm_linear and x_0 on "
-        "edm; clusters as in table 1. With classes, silos are Dirichlet(0.5), samples are asked for as frequently "
-        "as the classes of the training images, and agreement is the share in which the classifier finds the class. "
+        "edm; their clusters are those of table 1. With classes, silos are Dirichlet(0.5), samples have the class "
+        "frequencies of the training images, and agreement is the share of samples in which the classifier recognises "
+        "the class. "
         "With guidance g above 0, full follows the guided mixture exactly and the other strategies approximate it; "
         "with g = 0 all are exact."
     )

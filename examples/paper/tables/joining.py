@@ -57,19 +57,18 @@ def joining(preset: Preset) -> Table:
         "start_flops",
     )
     note = (
-        f"{preset.num_islands} silos that divide every class by a draw of a Dirichlet distribution. FID and recall are "
-        "those of the ensemble (lock(1)) or of the one model against all test images. *Alone* is the mean FID of the "
-        "silos' single experts against all test images, *own* that against test images with the silo's own mix of "
-        "classes, which the ensemble draws where it is asked for that silo alone; both are of silos with whole "
-        "budgets. At equal FLOPs all silos together "
-        "take as many operations as the pooled model, and so do a base from within the federation and what follows: "
-        "half of them for the base, which is trained on the images of one silo, or for a first round, and half for the "
-        "experts. With whole budgets every silo takes as many operations as the pooled model, and a base from within "
-        "as many more. The public base is trained on public images of three classes (trousers, sneakers and bags) for "
-        "as many operations as the pooled model, which are counted in the last column alone. Rates of models that "
-        "start from a base were chosen on silos that start from the public base. FedAvg is run in one process with "
-        "Flower's mean: its bytes are those of the weights, as are those of the ensemble, without messages and "
-        "documents; table 8 counts them on the wire."
+        f"{preset.num_islands} silos divide every class by a draw of a Dirichlet distribution. FID and recall compare "
+        "the samples of the ensemble (lock(1)), or of the one model, with all test images. *Alone* is the mean FID of "
+        "the silos' single experts against all test images. *Own* is the mean FID of these experts against test images "
+        "with the silo's own mix of classes. Both are measured for silos with whole budgets. At equal FLOPs, all silos "
+        "together take the operations of the pooled model. If the base comes from within the federation, half of these "
+        "operations train the base, on the images of one silo or in a first round, and half train the experts. With "
+        "whole budgets, every silo takes the operations of the pooled model, and a base from within takes the same "
+        "number again. The public base is trained on public images of three classes (trousers, sneakers and bags), "
+        "with the operations of the pooled model; only the last column counts them. Learning rates of models that "
+        "start from a base were chosen for silos that start from the public base. FedAvg runs in one process with "
+        "Flower's mean. Its bytes, and those of the ensemble, are those of the weights, without messages and "
+        "documents; table 8 counts bytes on the wire."
     )
     return Table(JOINING, "What joining brings", columns, rows, note)
 

@@ -43,7 +43,9 @@ _TITLES = {
     "bytes": "bytes",
     "start_flops": "FLOPs of the base",
 }
-_LIMITED = "Without `--row`, which limited some of these runs to rows of their tables, the commands measure all rows."
+_LIMITED = (
+    "`--row` limited some of these runs to single rows. Without it, the commands measure all rows."
+)
 _TRAINING = ("training steps x batch", "training FLOPs", "training time")
 _PLACES = {
     "fid": 1,
@@ -130,18 +132,18 @@ class Report:
         points = [
             f"**Measured** {' to '.join(dict.fromkeys((days[0], days[-1])))}, {_seeds(seeds)}, on "
             f"{'; '.join(hardware)}. Commit, threads and load of each row are in its CSV. Times are medians over "
-            "seeds; where other work ran beside, they and images/s differ between rows of as many evaluations.",
+            "seeds. If other work ran on the machine, times and images/s may differ between rows of equal evaluations.",
             f"**Images**: {len(world.train)} training, {len(world.public)} public, {len(world.validation)} validation "
-            f"and {len(world.test)} test ones. Learning rates are chosen on the validation images, a router's "
-            "temperature on training images that its groups were not fitted on.",
+            f"and {len(world.test)} test images. Learning rates are chosen on the validation images. The temperature "
+            "of a router is chosen on training images on which its groups were not fitted.",
             f"**Models**: monolith and experts are the same transformer (patch {network.patch}, width "
             f"{network.hidden}, depth {network.depth}), trained by the same recipe for the same FLOPs. Each of K "
-            f"experts takes the monolith's steps with {preset.batch_size}/K images each, and the monolith as many more "
-            "as training a router takes: 1500 x 8 are 1,500 training steps of 8 images by each expert. Routers of "
-            f"ensembles: {self._routers()}.",
+            f"experts takes the monolith's number of steps, with {preset.batch_size}/K images in each. The monolith "
+            "takes additional steps for the FLOPs of training a router. 1500 x 8 means 1,500 training steps of 8 "
+            f"images by each expert. Routers of ensembles: {self._routers()}.",
             f"**Samples**: {preset.num_samples}, by {preset.sampling_steps} steps of midpoint, against the test "
-            "images. FID, KID, precision and recall are by the 64 features of a small classifier trained on the "
-            f"public images: {self._judges()}. FID, PCA is by the {preset.pca_dim} principal components of the public "
+            "images. FID, KID, precision and recall use the 64 features of a small classifier that was trained on the "
+            f"public images: {self._judges()}. *FID, PCA* uses the {preset.pca_dim} principal components of the public "
             "images.",
             f"**Intervals** are 95%. {_intervals(cells)}",
         ]
@@ -175,12 +177,12 @@ class Report:
             of.setdefault(judge.digest, []).append(number)
             accuracy[judge.digest] = judge.accuracy
         each = [
-            f"sha256 `{digest[:16]}`, {accuracy[digest]:.1%} of the test images right"
+            f"sha256 `{digest[:16]}`, correct on {accuracy[digest]:.1%} of the test images"
             + (f", in {_numbers(numbers)}" if len(of) > 1 else "")
             for digest, numbers in of.items()
         ]
         alone = "these tables" if len(of) == 1 else "the tables of one classifier"
-        return f"{'; '.join(each)}; figures can be compared within {alone} alone"
+        return f"{'; '.join(each)}; compare figures only within {alone}"
 
     def _routers(self) -> str:
         """Name the families of the ensembles' own routers, with their temperatures."""
@@ -194,7 +196,7 @@ class Report:
             f"{family} (temperature {' to '.join(dict.fromkeys((t[0], t[-1])))})"
             for family, t in found.items()
         )
-        return ", ".join(each) or "none was asked"
+        return ", ".join(each) or "none was used"
 
     def _tuning(self) -> str:
         if not any(choice.tried for choice in self.record.rates.values()):
@@ -209,16 +211,14 @@ class Report:
             ("model", "rate", "FID on validation images by rate", "steps", "classifier"), rows
         )
         text = (
-            "Each was chosen on the validation images, by one seed of its own, in runs of as many steps as the last "
-            f"column says ({self.preset.tuning:g} of all), and serves at every budget. Rates beyond the grid are tried "
-            "while the best lies at its edge. Experts of random parts and of silos take the rate of as many feature "
-            "clusters, which may not suit them. So do mixed objectives and models that are told classes that of plain "
-            "ones, and a longer student that of the shorter one."
+            "Each rate was chosen on the validation images, with a separate seed, in runs with the number of steps in "
+            f"the column *steps* ({self.preset.tuning:g} of all). It is used at every budget. If the best rate is at "
+            "the edge of the grid, further rates are tried. Experts of random parts and of silos use the rate of the "
+            "same number of feature clusters. Mixed objectives and models with classes use the rate of plain models, "
+            "and a longer student uses that of the shorter one. These rates may not be the best for them."
         )
         if len({choice.judge for choice in self.record.rates.values() if choice.judge}) > 1:
-            text += (
-                " A rate that one classifier chose serves for the tables of another one as well."
-            )
+            text += " A rate that was chosen with one classifier is also used in the tables of the other."
         return f"## Learning rates\n\n{_filled(text)}\n\n{table}"
 
     def _section(self, table: Table) -> str:
@@ -258,10 +258,10 @@ class Report:
             met = {"": "not measured", "no": "**no**"}.get(target.met, target.met)
             rows.append((target.figure, target.target, value, str(target.seeds), met, target.note))
         note = (
-            "A strategy is neutral where its mean share error is under .02, or no more than chance gives so many "
-            "samples and seeds in 97.5 of 100 runs. A target is met where the whole interval reaches it, with three "
-            "seeds or more, and missed where none of it does; else it is undecided. The best strategy and the "
-            "best monolith are those of the lowest FIDs shown, which favours whoever has more rows."
+            "A strategy is neutral if its mean share error is under .02, or within the range of chance in 97.5 of 100 "
+            "runs with this number of samples and seeds. A target is met if the whole interval of at least three seeds "
+            "reaches it, missed if no part does, and otherwise undecided. The best strategy and the best monolith are "
+            "those with the lowest FIDs shown; this favours the side with more rows."
         )
         table = _markdown(("figure", "to reach", "measured", "seeds", "met", "of"), rows)
         return f"## Targets\n\n{_filled(note)}\n\n{table}"
@@ -291,14 +291,14 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 def _intervals(cells: Sequence[Cell]) -> str:
     """Say what intervals are of, where some rows have more seeds than others as well."""
-    of_one = "Those of one seed are over samples and test images alone, narrower, and say nothing of other seeds."
+    of_one = "Intervals of one seed are over samples and test images only, so they do not cover other seeds."
     if len({cell.seed for cell in cells}) == 1:
         return of_one
     return (
-        "Those of several seeds are over seeds, by Student's t; of FID and of ratios on logarithms, with geometric "
-        f"means. {of_one} Seeds change clusters, weights, batches and noise; images, classifier and learning rates are "
-        "the same for all, and intervals do not cover them. A ratio is over the seeds that both rows have, so that it "
-        "may not be the ratio of the means shown where rows have different numbers of seeds."
+        "Intervals of several seeds are over seeds, by Student's t; those of FID and of ratios are computed on "
+        f"logarithms, with geometric means. {of_one} Seeds change clusters, weights, batches and noise. Images, "
+        "classifier and learning rates are the same for all seeds, and intervals do not cover them. A ratio is over "
+        "the seeds that both rows have; if rows have different numbers of seeds, it may differ from the ratio of means."
     )
 
 
@@ -313,7 +313,7 @@ def _by_chance(cells: Cells) -> str:
         return ""
     means = " to ".join(dict.fromkeys((f"{mean[0]:.3f}", f"{mean[-1]:.3f}")))
     return (
-        f"Draws that follow the priors exactly have a share error of {means} by chance, on average, and at most "
+        f"By chance, draws that follow the priors exactly have a mean share error of {means}, and at most "
         f"{limit[-1]:.3f} in 97.5 of 100 runs."
     )
 
