@@ -23,7 +23,10 @@ from silo.worker.worker import Worker
 
 # Seconds for which the courier continues after the worker's end, for a question that the aggregator has already asked.
 LINGER_S = 8.0
-# Seconds for which it continues after an error, until the aggregator knows about it.
+# Seconds that a finished reply takes to leave.
+_SENDING_S = 2.0
+# Seconds for which it continues at most: after an error, until the aggregator knows about it; on a busy machine, until
+# the reply to the receipt is ready.
 MAX_REPORT_S = 60.0
 _LOOK_S = 0.5
 _log = logging.getLogger(__name__)
@@ -109,7 +112,7 @@ def run_both(site: Site, key: SigningKey, *, wait: bool = False) -> State:
             # In one process tree there is no boundary, regardless of who owns the folders.
             with guide_at_terminal(site, always=wait) as guide:
                 worker = Worker(site, key, Narrator(site), "none", stop, on_wait=guide)
-                state = _run_to_end(worker, stop)
+                state = _run_to_end(worker, courier, stop)
         finally:
             watch.close()
         # After the worker's own end: experts that were approved are in the outbox, whatever became of the courier.
@@ -117,7 +120,7 @@ def run_both(site: Site, key: SigningKey, *, wait: bool = False) -> State:
     return state
 
 
-def _run_to_end(worker: Worker, stop: threading.Event) -> State:
+def _run_to_end(worker: Worker, courier: Courier, stop: threading.Event) -> State:
     """Run the worker; the courier has a moment more for its reply to the receipt, or for the code of an error."""
     try:
         state = worker.run()
@@ -128,8 +131,26 @@ def _run_to_end(worker: Worker, stop: threading.Event) -> State:
             )
             wait_until_heard(worker.site, worker.code, stop)
         raise
-    stop.wait(LINGER_S)
+    let_reply(courier, stop)
     return state
+
+
+def let_reply(courier: Courier, stop: threading.Event, linger_s: float = LINGER_S) -> None:
+    """Wait until the courier has replied: without its reply to the receipt, `aggregator run` waits for this silo.
+
+    Args:
+        courier: answers the aggregator.
+        stop: ends the wait.
+        linger_s: the time to wait in any case.
+    """
+    deadline = time.monotonic() + MAX_REPORT_S
+    stop.wait(linger_s)
+    was_answering = False
+    while courier.is_answering and time.monotonic() < deadline and not stop.is_set():
+        was_answering = True
+        stop.wait(_LOOK_S)
+    if was_answering:
+        stop.wait(_SENDING_S)
 
 
 def wait_until_heard(

@@ -264,6 +264,15 @@ class Courier:
         self._stack.close()
 
     @property
+    def is_answering(self) -> bool:
+        """Whether a message of the aggregator is being answered; False where the system lists no processes."""
+        node = self._supervisor.child(_NODE)
+        if node is None:
+            return False
+        # One is the program that takes the tasks. It starts another for each message.
+        return (node.num_descendants() or 0) > 1
+
+    @property
     def _node_id_path(self) -> Path:
         """Where the number that Flower gave this node is stored."""
         return self._courier / "flwr" / "node_id"

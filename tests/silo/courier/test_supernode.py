@@ -98,12 +98,27 @@ def courier(tmp_path, monkeypatch):
             supernode, "script_command", lambda name: [sys.executable, "-c", SUPERNODE]
         )
         for name in ("courier", "courier/flwr"):
-            (tmp_path / name).mkdir()
+            (tmp_path / name).mkdir(exist_ok=True)
         for name in ("node.key", "ca.pem"):
             (tmp_path / "courier" / name).touch()
         return Courier(tmp_path, address="127.0.0.1:1", max_bundle_bytes=1)
 
     return make
+
+
+ANSWERING = SUPERNODE.replace(
+    "import time; time.sleep(600)", "import os, time; os.fork(); time.sleep(600)"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
+def test_courier_is_answering_while_its_helper_has_a_process(courier, monkeypatch):
+    with courier() as idle:
+        descendants_of(idle)
+        assert not idle.is_answering
+    monkeypatch.setattr(sys.modules[__name__], "SUPERNODE", ANSWERING)
+    with courier() as busy:
+        check_until(busy, lambda: busy.is_answering)
 
 
 def descendants_of(courier):

@@ -14,7 +14,7 @@ from ddm.transport.messages import Status, StatusFile, StatusQuery
 from silo.config import Site
 from silo.courier.handlers import SiteLimits, read_status
 from silo.query_note import keep_query
-from silo.running import wait_until_heard
+from silo.running import let_reply, wait_until_heard
 from silo.worker.state import State, load_state, reported_code, state_path
 from silo.worker.status import read_status as read_site_status
 from silo.worker.worker import Worker
@@ -159,6 +159,27 @@ def test_one_command_waives_for_several_sites_and_asks_for_what_no_option_says(
     for silo_id in (SILO, other):
         waiver = tiny.sites[silo_id].policy().audit.waiver
         assert waiver and (waiver.role, waiver.plan_digest) == ("head of data", digest)
+
+
+class BusyCourier:
+    """Answers the aggregator until it was looked at twice."""
+
+    num_looks = 0
+
+    @property
+    def is_answering(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks <= 2
+
+
+def test_courier_stays_until_its_reply_has_left_however_busy_the_machine_is() -> None:
+    courier = BusyCourier()
+    let_reply(courier, threading.Event(), linger_s=0.0)  # type: ignore[arg-type]
+    assert courier.num_looks == 3
+    stopped = threading.Event()
+    stopped.set()
+    let_reply(courier, stopped)  # type: ignore[arg-type]
+    assert courier.num_looks == 4
 
 
 def test_courier_stays_until_the_aggregator_knows_the_code_and_no_longer_than_it_may(
