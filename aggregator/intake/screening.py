@@ -6,7 +6,7 @@ docs/explanation/screening.md says on which experts they were measured. `intake.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from aggregator.intake.drawn import DrawnFigures
 from aggregator.intake.flags import Fault
 from aggregator.intake.sweep import WorstRow
-from ddm.diffusion.path import Path, Prediction, target_of, x_t
+from ddm.diffusion.path import Path, Prediction, Velocity, target_of, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.learning import Training
 from ddm.routers.evaluation import BANDS
@@ -84,9 +84,6 @@ MAX_DISTANCES: dict[Prediction, DistanceLimits] = {
     "v": DistanceLimits(1.0, 1.0),
     "x_0": DistanceLimits(1.0, 1.0),
 }
-
-Velocity = Callable[[Tensor, Tensor], Tensor]
-"""Called as ``u(x_BCHW, t_B)``."""
 
 
 class BaseFigures(Model):

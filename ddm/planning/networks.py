@@ -22,7 +22,7 @@ from ddm.planning.recipe import (
 )
 from ddm.protocol.architecture import Condition
 from ddm.protocol.base import sha256_file
-from ddm.protocol.encoder import Encoder as EncoderSpec
+from ddm.protocol.encoder import EncoderSpec
 from ddm.protocol.latent import (
     AutoencoderKlLatent,
     AutoencoderSize,

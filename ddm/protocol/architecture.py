@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 # The learning rate of a transformer's recipe that names none, times its width (docs/results/recipe.md).
 RATE_TIMES_WIDTH = 0.5
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+DropProbability = Annotated[float, Field(ge=0.0, lt=1.0)]
 ClassName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=TEXT_PATTERN)]
 
 
@@ -38,7 +38,7 @@ class ClassCondition(Model):
 
     kind: Literal["class"] = "class"
     num_classes: Annotated[int, Field(gt=1, le=4096)]
-    drop: Probability = 0.1
+    drop: DropProbability = 0.1
     names: Annotated[tuple[ClassName, ...], Field(max_length=4096)] = ()
 
     @model_validator(mode="after")
@@ -76,7 +76,7 @@ class TextCondition(Model):
     kind: Literal["text"] = "text"
     dim: Annotated[int, Field(gt=0, le=16384)]
     max_tokens: MaxTokens
-    drop: Probability = 0.1
+    drop: DropProbability = 0.1
     encoder: PinnedEncoder | None = None
 
 

@@ -176,6 +176,6 @@ class DiffusersKlLatent(DiffusersKlSize):
 
 
 Autoencoder = AutoencoderKlLatent | DiffusersKlLatent
-Latent = Annotated[
+LatentSpec = Annotated[
     IdentityLatent | AutoencoderKlLatent | DiffusersKlLatent, Field(discriminator="kind")
 ]
