@@ -33,7 +33,8 @@ def main() -> int:
     )
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
     arguments = parser.parse_args()
-    port, recipe = arguments.port, arguments.recipe
+    port = arguments.port
+    recipe = arguments.recipe
     code: int = run_demo(
         arguments.out, lambda demo: run(demo, port or demo.free_port(), recipe), "make demo"
     )
@@ -111,8 +112,8 @@ def federate(demo: Demo) -> dict[str, object]:
     demo.waive(SILOS, "the digits are public; there is nobody to protect")
     approve(demo)
     demo.wait(*demo.background)
-    found: dict[str, object] = demo.flower_processes(SILOS)
-    return found
+    processes: dict[str, object] = demo.flower_processes(SILOS)
+    return processes
 
 
 def approve(demo: Demo) -> None:
