@@ -89,7 +89,7 @@ class ComputeSettings:
     arithmetic: Arithmetic
     batch: int
 
-    def place(self, rank: int) -> torch.device:
+    def device_of_process(self, rank: int) -> torch.device:
         """Return the device of one process, and set what torch keeps for the whole process."""
         self.arithmetic.configure_torch()
         device = device_named(self.device, setting="--device")
@@ -138,7 +138,7 @@ class ReleaseSource:
             self.manifest,
             self.folder,
             memory_bytes=memory_bytes,
-            device=self.computing.place(rank),
+            device=self.computing.device_of_process(rank),
             arithmetic=self.computing.arithmetic,
         )
         return replace(ensemble, chunk_size=self.computing.batch)
@@ -173,7 +173,7 @@ class StudentSource:
         ensemble = build_student(
             self.record,
             self.weights,
-            device=self.computing.place(rank),
+            device=self.computing.device_of_process(rank),
             arithmetic=self.computing.arithmetic,
         )
         return replace(ensemble, chunk_size=self.computing.batch)

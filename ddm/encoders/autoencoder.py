@@ -121,11 +121,11 @@ class AutoencoderKl:
         first_layer_bytes = 4 * size.channels[0] * prod(size.at_once(shape)[1:])
         self.block = max(1, min(_MAX_BLOCK, _BLOCK_BYTES // first_layer_bytes))
 
-    def alone(self) -> "AutoencoderKl":
+    def for_single_samples(self) -> "AutoencoderKl":
         """Return it for blocks of one sample, so that no bit of what it returns depends on another sample's place."""
-        alone = copy(self)
-        alone.block = 1
-        return alone
+        single = copy(self)
+        single.block = 1
+        return single
 
     def encode(
         self,

@@ -514,7 +514,7 @@ def _split_record(data: DividedData, plan: Plan) -> Split:
         plan_id=plan.plan_id,
         plan_digest=plan.digest,
         created_at=plan.created_at,
-        by=_way(division),
+        by=_division_name(division),
         column=division.column,
         seed=data.recipe.public.seed,
         name=owner.name,
@@ -526,7 +526,7 @@ def _split_record(data: DividedData, plan: Plan) -> Split:
     )
 
 
-def _way(division: Division) -> Literal["clusters", "random", "column"]:
+def _division_name(division: Division) -> Literal["clusters", "random", "column"]:
     if division.by == "clusters":
         return "clusters"
     if division.by == "random":

@@ -154,7 +154,7 @@ class OpenedBase:
             changes=self.changes,
         )
 
-    def place(self, expert: Expert, shape: Shape) -> Expert:
+    def fit_positions(self, expert: Expert, shape: Shape) -> Expert:
         """Return a plan's expert whose positions span those that the base knows, on samples of another size too."""
         if self.source.grid is None:
             return expert

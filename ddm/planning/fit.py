@@ -50,7 +50,7 @@ class PublicImages:
     latents: tuple[Tensor, Tensor] | None = None
 
     @property
-    def seen(self) -> Tensor:
+    def expert_inputs(self) -> Tensor:
         """What experts see of the images fitted on."""
         return self.latents[0] if self.latents else self.fitted
 
@@ -140,7 +140,7 @@ def fit_public_parts(
         balanced=recipe.clustering.balanced,
     )
     sketch = Sketch.fit(
-        images.seen,
+        images.expert_inputs,
         clusters.group_F[clusters.assign(features)],
         recipe.sketch.rank,
         recipe.num_groups,

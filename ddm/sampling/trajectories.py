@@ -73,7 +73,7 @@ class TrajectoryState:
         """Where the samples are."""
         return self.solver_state.x_B
 
-    def at(self, x_B: Tensor) -> "TrajectoryState":
+    def moved_to(self, x_B: Tensor) -> "TrajectoryState":
         """Return the samples moved elsewhere, where a multistep solver knows nothing of them."""
         return replace(self, solver_state=SolverState(x_B, SolverMemory.empty(x_B)))
 

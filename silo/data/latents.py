@@ -77,7 +77,7 @@ def _for_privacy(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
     which the accounting of private training does not cover.
     """
     if plan.expert.privacy:
-        return latent.alone()
+        return latent.for_single_samples()
     return latent
 
 
