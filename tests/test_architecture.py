@@ -30,7 +30,8 @@ ROOMS = {
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
         "routers system training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",
-        "planning": "audit encoders errors footprint io loading models partition protocol routers statistics training",
+        "planning": "audit encoders errors footprint io loading models partition protocol routers statistics "
+        "system training",
         "audit": "diffusion evaluation images protocol",
         "evaluation": "encoders errors images io loading pages protocol system",
         "distillation": "diffusion encoders ensemble errors footprint images io loading models protocol sampling "
