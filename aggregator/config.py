@@ -12,7 +12,7 @@ from ddm.errors import DigestError, MissingFileError, SetupError
 from ddm.io.changes import is_unfinished
 from ddm.io.files import read_bounded
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.address import Host
+from ddm.protocol.address import HostName
 from ddm.protocol.base import (
     MAX_DOCUMENT_BYTES,
     Digest,
@@ -56,7 +56,7 @@ class FederationSettings(Settings):
     """federation.toml: the federation's name, public address, transfer sizes and terms of publication."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")]
-    host: Host
+    host: HostName
     port: Annotated[int, Field(gt=0, lt=65536)]
     # Of the releases. Every plan states it, so that silos agree to it before they train.
     licence: Licence

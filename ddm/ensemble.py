@@ -598,7 +598,7 @@ class Ensemble:
         # Drawn on the CPU, whose random numbers are the same on every machine.
         noise = noise.to(self.device, trajectories.dtype)
         uniform = uniform.to(self.device)
-        x = run.initial_state.at(rows, noise, self.path)
+        x = run.initial_state.x_of_rows(rows, noise, self.path)
         if run.known is None:
             return trajectories.integrate(x, uniform, rows.start)
         generators = inpainting_generators(seed, numbers)

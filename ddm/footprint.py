@@ -19,7 +19,7 @@ from ddm.models.token_router import TokenRouter
 from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition
 from ddm.protocol.base import MAX_DOCUMENT_BYTES
 from ddm.protocol.encoder import HogEncoderSpec, PcaEncoderSpec, TimmEncoderSpec
-from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
+from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, LatentSpec
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import LearnedSettings, SamplesSettings
 
@@ -295,7 +295,7 @@ def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: in
 
 def drawing_bytes(
     network: NetworkSize,
-    latent: Latent,
+    latent: LatentSpec,
     shape: tuple[int, ...],
     *,
     num: int,
@@ -347,7 +347,7 @@ def labels_bytes(condition: Condition, num: int) -> int:
     return 0
 
 
-def _autoencoder_bytes(latent: Latent, shape: tuple[int, ...]) -> int:
+def _autoencoder_bytes(latent: LatentSpec, shape: tuple[int, ...]) -> int:
     """Return the bytes of one block of samples that an autoencoder encodes or decodes."""
     if not isinstance(latent, Autoencoder):
         return 0

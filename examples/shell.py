@@ -73,16 +73,16 @@ class Demo:
 
     def ask(self, program: str, *arguments: object) -> str:
         """Run a command quietly and return what it printed."""
-        done = subprocess.run(
+        completed = subprocess.run(
             self._command(program, arguments),
             env=self._environment(),
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode:
-            raise DemoError(done.stderr.strip(), done.returncode)
-        return done.stdout
+        if completed.returncode:
+            raise DemoError(completed.stderr.strip(), completed.returncode)
+        return completed.stdout
 
     @property
     def root(self) -> Path:
@@ -173,12 +173,14 @@ class Demo:
 
     def flower_processes(self, silos: Sequence[str]) -> dict[str, object]:
         """The process ids and run id that the commands left in their folders."""
-        found: dict[str, object] = {
+        processes: dict[str, object] = {
             "aggregator": json.loads((self.out / "fed" / "flower" / "info.json").read_text())
         }
         for silo in silos:
-            found[silo] = json.loads((self.out / silo / "private" / "processes.json").read_text())
-        return found
+            processes[silo] = json.loads(
+                (self.out / silo / "private" / "processes.json").read_text()
+            )
+        return processes
 
     @staticmethod
     def free_port() -> int:

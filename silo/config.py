@@ -13,7 +13,7 @@ from ddm.images.table import ColumnName
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.address import Address
+from ddm.protocol.address import HostAndPort
 from ddm.protocol.base import Delta, Digest, Epsilon, Model, ShortText, SiloId, sha256_file
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import PixelSide, PixelValue
@@ -84,7 +84,7 @@ class SiloSettings(Settings):
     silo_id: SiloId
     data: str
     federation: str
-    address: Address
+    address: HostAndPort
     root_digest: Digest
     passphrase_file: str | None = None
     poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5

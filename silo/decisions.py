@@ -155,7 +155,7 @@ _FORM = chain.ChainFormat(
     max_records=MAX_RECORDS,
     error=DecisionLogError,
 )
-Entry = chain.ChainEntry[DecisionRecord]
+DecisionEntry = chain.ChainEntry[DecisionRecord]
 
 
 class DecisionLog:
@@ -220,7 +220,7 @@ class DecisionLog:
                 self._append(entries, review)
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[DecisionEntry, ...]:
         """Every decision, oldest first, verified.
 
         Raises:
@@ -236,12 +236,12 @@ class DecisionLog:
         return self._chain.last_digest(entries), len(entries)
 
     @contextmanager
-    def _locked_entries(self) -> Iterator[tuple[Entry, ...]]:
+    def _locked_entries(self) -> Iterator[tuple[DecisionEntry, ...]]:
         self._chain.create()
         with self._chain.locked_entries() as entries:
             yield entries
 
-    def _append(self, entries: tuple[Entry, ...], decision: SiteDecision) -> None:
+    def _append(self, entries: tuple[DecisionEntry, ...], decision: SiteDecision) -> None:
         record = DecisionRecord(
             number=len(entries) + 1,
             previous=self._chain.last_digest(entries),
@@ -286,7 +286,7 @@ def _login_user_id() -> int | None:
     return login_id
 
 
-def describe_decisions(entries: tuple[Entry, ...]) -> list[tuple[str, str, str]]:
+def describe_decisions(entries: tuple[DecisionEntry, ...]) -> list[tuple[str, str, str]]:
     """Return each decision as time, user and words, oldest first."""
     rows: list[tuple[str, str, str]] = []
     policy_values: dict[str, str] = {}
@@ -342,7 +342,7 @@ def _policy_change_in_words(before: dict[str, str], now: dict[str, str]) -> str:
     return f"policy.toml changed: {'; '.join(changes)}"
 
 
-def _last_about(entries: tuple[Entry, ...], kind: str) -> DecisionRecord | None:
+def _last_about(entries: tuple[DecisionEntry, ...], kind: str) -> DecisionRecord | None:
     """Return the last decision about the same subject as one of this kind."""
     subject = _SUBJECTS.get(kind, kind)
     for entry in reversed(entries):

@@ -30,9 +30,10 @@ ROOMS = {
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
         "routers system training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",
-        "planning": "audit encoders errors footprint io loading models partition protocol routers statistics training",
+        "planning": "audit encoders errors footprint io loading models partition protocol routers statistics "
+        "system training",
         "audit": "diffusion evaluation images protocol",
-        "evaluation": "encoders errors images io loading pages protocol",
+        "evaluation": "encoders errors images io loading pages protocol system",
         "distillation": "diffusion encoders ensemble errors footprint images io loading models protocol sampling "
         "system training",
         "loading": "diffusion encoders ensemble errors fetching footprint io models partition protocol routers "
@@ -40,7 +41,7 @@ ROOMS = {
         "limits": "errors footprint io models protocol statistics",
         "footprint": "encoders models protocol",
         "ensemble": "diffusion encoders errors io protocol routers sampling",
-        "sampling": "diffusion errors io protocol routers",
+        "sampling": "diffusion errors io protocol routers system",
         "statistics": "diffusion errors images io privacy protocol routers",
         "routers": "diffusion encoders errors io models partition protocol system training",
         "training": "diffusion errors images io models privacy protocol system",

@@ -145,7 +145,7 @@ def plan(
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise settings_error(recipe, error) from error
-        cost = estimate_cost(draft.plan, draft.sketch, draft.images.seen)
+        cost = estimate_cost(draft.plan, draft.sketch, draft.images.expert_inputs)
         say(describe_draft(draft, cost))
         _refuse_contradictions(federation, draft, cost)
         if not yes:

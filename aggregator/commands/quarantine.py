@@ -12,7 +12,7 @@ from ddm.errors import SetupError
 from ddm.system.console import say, table
 
 if TYPE_CHECKING:
-    from aggregator.intake.quarantine import QuarantineEntry, Rule, Verdict
+    from aggregator.intake.quarantine import QuarantineEntry, QuarantineVerdict, Rule
 
 SiloArgument = Annotated[str, typer.Argument(metavar="SILO", help="The silo's id.")]
 ReasonOption = Annotated[str, typer.Option(help="The reason, for the record; 1 to 200 characters.")]
@@ -239,7 +239,7 @@ def _record(
     federation: Federation,
     silo_id: str,
     digest: str,
-    verdict: "Verdict",
+    verdict: "QuarantineVerdict",
     reason: str,
     units: int | None = None,
     rules: "Sequence[Rule] | None" = None,

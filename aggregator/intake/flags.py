@@ -12,16 +12,16 @@ from typing import Literal
 from aggregator.config import Federation
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, ExpertId, Model, PlanId
-from ddm.protocol.manifest import Flag
+from ddm.protocol.manifest import ScreeningRule
 
-Flags = Mapping[str, tuple[Flag, ...]]
+Flags = Mapping[str, tuple[ScreeningRule, ...]]
 
 
 class Fault(Model):
     """One implausible property of an expert: the rule, and a description with the figures."""
 
     expert_id: ExpertId
-    flag: Flag
+    flag: ScreeningRule
     words: str
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class SubmissionFlags(Document):
 
     format: Literal["archipelago/flags/1"] = "archipelago/flags/1"
     submission_digest: Digest
-    experts: Mapping[ExpertId, tuple[Flag, ...]]
+    experts: Mapping[ExpertId, tuple[ScreeningRule, ...]]
 
 
 def flags_of(federation: Federation, plan_id: PlanId, digest: str) -> Flags:

@@ -14,7 +14,7 @@ from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.io.files import read_bounded
 from ddm.loading.earlier_plans import read_earlier_plans
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
-from ddm.protocol.manifest import Flag
+from ddm.protocol.manifest import ScreeningRule
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, submission_path
 from ddm.trust.keys import PublicKey
@@ -323,7 +323,7 @@ def _assess(
 
 def _flags_of_plans(federation: Federation, plan_ids: set[str], digest: str) -> Flags:
     """Return the rules by which a submission's experts were flagged for any of these plans."""
-    flags_of_experts: dict[str, set[Flag]] = {}
+    flags_of_experts: dict[str, set[ScreeningRule]] = {}
     for plan_id in sorted(plan_ids):
         for expert_id, flags in flags_of(federation, plan_id, digest).items():
             flags_of_experts.setdefault(expert_id, set()).update(flags)

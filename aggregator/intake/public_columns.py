@@ -13,12 +13,12 @@ CAPTIONS = "fitted_captions"
 TEXTS = "fitted_texts"
 _NAMES = (CLASSES, SILOS, CAPTIONS, TEXTS)
 
-Columns = Mapping[str, NDArray[np.generic]]
+PublicColumns = Mapping[str, NDArray[np.generic]]
 """Columns of the public images that a plan is fitted on, one value each, by the names above. Texts are the vectors of
 distinct captions, which captions number."""
 
 
-def kept_columns(federation: Federation, plan_id: str) -> Columns:
+def kept_columns(federation: Federation, plan_id: str) -> PublicColumns:
     """Return the columns that a plan keeps; empty for a plan whose router needs none."""
     with np.load(federation.plan_folder(plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
         return {name: archive[name] for name in _NAMES if name in archive.files}

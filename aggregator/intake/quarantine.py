@@ -20,14 +20,14 @@ from ddm.errors import SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import Digest, Document, PlanId, PositiveInt, SiloId, Time
-from ddm.protocol.manifest import Flag, ReasonText
+from ddm.protocol.manifest import ReasonText, ScreeningRule
 
 MAX_DECISIONS_BYTES = 16 << 20
 MAX_REASON_BYTES = 1 << 20
 MAX_REASONS = 50
 
-Verdict = Literal["admitted", "refused"]
-Rule = Flag | Literal["units", "influence"]
+QuarantineVerdict = Literal["admitted", "refused"]
+Rule = ScreeningRule | Literal["units", "influence"]
 """What a submission may be admitted in spite of: a rule of screening, more units than agreed, too much of the prior."""
 
 
@@ -60,7 +60,7 @@ class QuarantineDecision(Document):
     plan_id: PlanId
     silo_id: SiloId
     submission_digest: Digest
-    verdict: Verdict
+    verdict: QuarantineVerdict
     units: PositiveInt | None = None
     shown: tuple[Rule, ...] | None = None
     reason: ReasonText

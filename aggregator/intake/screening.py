@@ -6,7 +6,7 @@ docs/explanation/screening.md says on which experts they were measured. `intake.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from aggregator.intake.drawn import DrawnFigures
 from aggregator.intake.flags import Fault
 from aggregator.intake.sweep import WorstRow
-from ddm.diffusion.path import Path, Prediction, target_of, x_t
+from ddm.diffusion.path import Path, Prediction, Velocity, target_of, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.learning import Training
 from ddm.routers.evaluation import BANDS
@@ -84,9 +84,6 @@ MAX_DISTANCES: dict[Prediction, DistanceLimits] = {
     "v": DistanceLimits(1.0, 1.0),
     "x_0": DistanceLimits(1.0, 1.0),
 }
-
-Velocity = Callable[[Tensor, Tensor], Tensor]
-"""Called as ``u(x_BCHW, t_B)``."""
 
 
 class BaseFigures(Model):
@@ -305,7 +302,7 @@ def _band_faults(expert_id: str, ratio_Z: NDArray[np.float64], probe: Probe) -> 
     for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
         # Written in this way, here and below, since a value that is not a number must be a fault too.
         if not ratio <= limit:
-            words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above the limit {limit:g}"
+            words = f": {_in_band(band)} its loss is {ratio:.3g} times that of answering 0, above the limit {limit:g}"
             yield Fault(expert_id=expert_id, flag="high_loss", words=words)
 
 
@@ -314,7 +311,7 @@ def _learning_faults(figures: ExpertFigures, probe: Probe, training: Training) -
     of_constant = float(figures.loss_Z[-1] / probe.constant_Z[-1])
     if not of_constant <= MAX_LEARNT_RATIO:
         words = (
-            f": {_at(BANDS[-1])} its loss is {of_constant:.3g} times that of the best constant, above the limit "
+            f": {_in_band(BANDS[-1])} its loss is {of_constant:.3g} times that of the best constant, above the limit "
             f"{MAX_LEARNT_RATIO:g} after {training.num_steps} steps"
         )
         yield Fault(expert_id=figures.expert_id, flag="not_learnt", words=words)
@@ -413,7 +410,7 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
         ratio = ratio_EZ[number, band_number]
         deviations = deviations_EZ[number, band_number]
         words = (
-            f": {_at(BANDS[band_number])} its loss is {ratio:.3g} times the median of {num_experts} experts, "
+            f": {_in_band(BANDS[band_number])} its loss is {ratio:.3g} times the median of {num_experts} experts, "
             f"{deviations:.1f} deviations"
         )
         fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=words)
@@ -449,5 +446,5 @@ def _predict_the_same(expert: ExpertFigures, others: Sequence[ExpertFigures]) ->
     return np.asarray(are_the_same_E & learned_the_same_E)
 
 
-def _at(band: tuple[float, float]) -> str:
+def _in_band(band: tuple[float, float]) -> str:
     return f"at t {band[0]:g}-{band[1]:g}"

@@ -203,7 +203,7 @@ def _certificate(facts: FederationFacts) -> Iterator[Finding]:
         yield Finding(
             "tls/server.pem",
             expected=f"{NOTICE.days} days or more left",
-            got=_left(facts, certificate.expires),
+            got=_time_left(facts, certificate.expires),
             remedy="Make a new one, `aggregator rotate FED tls`, then restart `aggregator run FED`.",
         )
 
@@ -220,12 +220,12 @@ def _metadata(facts: FederationFacts) -> Iterator[Finding]:
             yield Finding(
                 f"tuf/metadata/{role.name}",
                 expected=f"{NOTICE.days} days or more left",
-                got=_left(facts, role.expires),
+                got=_time_left(facts, role.expires),
                 remedy=remedy,
             )
 
 
-def _left(facts: FederationFacts, expires: datetime) -> str:
+def _time_left(facts: FederationFacts, expires: datetime) -> str:
     days = (expires - facts.now).days
     if days < 0:
         return f"expired {expires:%Y-%m-%d}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from aggregator.monitoring.doctor import NOTICE
 from aggregator.monitoring.silo_status import SiloStatus
-from aggregator.monitoring.standing import STANDINGS, Arrival, Standing, SubmissionStatus, Tone
+from aggregator.monitoring.standing import STANDINGS, Arrival, SiloStanding, SubmissionStatus, Tone
 from aggregator.monitoring.status import FederationStatus
 from ddm.system.console import human_bytes, human_seconds, table
 
@@ -54,7 +54,7 @@ class SiloGroup:
         shown: the first of them, or all.
     """
 
-    standing: Standing
+    standing: SiloStanding
     silos: tuple[SiloStatus, ...]
     shown: tuple[SiloStatus, ...]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from aggregator.monitoring.silo_status import SiloStatus
-from aggregator.monitoring.standing import STANDINGS, Person, Verdict
+from aggregator.monitoring.standing import STANDINGS, Person, SubmissionVerdict
 from aggregator.monitoring.status import FederationStatus
 from ddm.system.escape import escape_control
 
@@ -18,7 +18,7 @@ _ESCAPES = (("\\", "\\\\"), ('"', '\\"'))
 
 
 @dataclass(frozen=True)
-class Sample:
+class MetricSample:
     """One value of a metric, and the labels that tell it from the metric's other values."""
 
     value: float
@@ -31,7 +31,7 @@ class Metric:
 
     name: str
     meaning: str
-    samples: tuple[Sample, ...]
+    samples: tuple[MetricSample, ...]
     kind: Literal["gauge", "counter"] = "gauge"
 
     def lines(self) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _federation_metrics(status: FederationStatus) -> Iterator[Metric]:
     yield Metric(
         "archipelago_federation_info",
         "The federation and its current plan; always 1.",
-        (Sample(1, names),),
+        (MetricSample(1, names),),
     )
     yield _unlabelled_metric(
         "archipelago_status_timestamp_seconds",
@@ -72,14 +72,15 @@ def _federation_metrics(status: FederationStatus) -> Iterator[Metric]:
         "archipelago_process_alive",
         "Whether a program of aggregator run is alive.",
         tuple(
-            Sample(int(program.alive), {"process": program.name}) for program in processes.programs
+            MetricSample(int(program.alive), {"process": program.name})
+            for program in processes.programs
         ),
     )
     yield Metric(
         "archipelago_process_restarts_total",
         "How often a program was started again since aggregator run began.",
         tuple(
-            Sample(program.num_restarts, {"process": program.name})
+            MetricSample(program.num_restarts, {"process": program.name})
             for program in processes.programs
         ),
         kind="counter",
@@ -97,7 +98,9 @@ def _federation_metrics(status: FederationStatus) -> Iterator[Metric]:
     yield Metric(
         "archipelago_expiry_timestamp_seconds",
         "When the plan, the certificate or signed metadata expire.",
-        tuple(Sample(expiry.at.timestamp(), {"what": expiry.what}) for expiry in status.expiries),
+        tuple(
+            MetricSample(expiry.at.timestamp(), {"what": expiry.what}) for expiry in status.expiries
+        ),
     )
     yield _unlabelled_metric(
         "archipelago_unreadable_files", "Files that could not be read.", len(status.problems)
@@ -111,7 +114,7 @@ def _silo_metrics(status: FederationStatus) -> Iterator[Metric]:
         "archipelago_silos",
         "Number of silos by their status.",
         tuple(
-            Sample(sum(silo.standing == standing for silo in silos), {"standing": standing})
+            MetricSample(sum(silo.standing == standing for silo in silos), {"standing": standing})
             for standing in STANDINGS
         ),
     )
@@ -119,7 +122,7 @@ def _silo_metrics(status: FederationStatus) -> Iterator[Metric]:
         "archipelago_silos_waiting",
         "Number of silos whose work waits for a person at the silo or at the aggregator.",
         tuple(
-            Sample(sum(silo.person == person for silo in silos), {"person": person})
+            MetricSample(sum(silo.person == person for silo in silos), {"person": person})
             for person in get_args(Person)
             if person != "nobody"
         ),
@@ -161,19 +164,19 @@ def _silo_metrics(status: FederationStatus) -> Iterator[Metric]:
     )
 
 
-def _submission_samples(silos: Iterable[SiloStatus]) -> Iterator[Sample]:
+def _submission_samples(silos: Iterable[SiloStatus]) -> Iterator[MetricSample]:
     for silo in silos:
-        for verdict in get_args(Verdict):
+        for verdict in get_args(SubmissionVerdict):
             num = sum(submission.verdict == verdict for submission in silo.submissions)
-            yield Sample(num, {"silo": silo.silo_id, "verdict": verdict})
+            yield MetricSample(num, {"silo": silo.silo_id, "verdict": verdict})
 
 
 def _unlabelled_metric(name: str, meaning: str, value: float) -> Metric:
-    return Metric(name, meaning, (Sample(value, {}),))
+    return Metric(name, meaning, (MetricSample(value, {}),))
 
 
 def _metric_by_silo(name: str, meaning: str, values: Mapping[str, float]) -> Metric:
-    samples = [Sample(value, {"silo": silo_id}) for silo_id, value in values.items()]
+    samples = [MetricSample(value, {"silo": silo_id}) for silo_id, value in values.items()]
     return Metric(name, meaning, tuple(samples))
 
 

@@ -20,8 +20,8 @@ from aggregator.monitoring.standing import (
     Arrival,
     Departure,
     Person,
-    Report,
-    Standing,
+    SiloReport,
+    SiloStanding,
     SubmissionStatus,
     decide_standing,
 )
@@ -63,7 +63,7 @@ class SiloStatus(Model):
     """
 
     silo_id: SiloId
-    standing: Standing
+    standing: SiloStanding
     state: Annotated[str, Field(max_length=_MAX_STATE)]
     progress: Annotated[int, Field(ge=0, le=100)]
     code: Annotated[int, Field(ge=0, le=255)]
@@ -121,7 +121,7 @@ def read_silo(
     if gone is None and plan.origin(silo_id) != plan.plan_id:
         # It signed for an earlier plan, and nothing is requested of it.
         gone = "carried"
-    silo_standing: Standing
+    silo_standing: SiloStanding
     if gone is not None:
         silo_standing = gone
     else:
@@ -157,7 +157,7 @@ def unnamed_silo(
     if plan is not None:
         # It is told so, and nothing else is requested of it.
         last_seen = _last_seen(SiloFolders.of(federation, plan.plan_id, silo_id).incoming)
-    standing: Standing = "unnamed"
+    standing: SiloStanding = "unnamed"
     return SiloStatus(
         silo_id=silo_id,
         standing=standing,
@@ -189,7 +189,7 @@ def _is_silent(last_seen: datetime | None, processes: Processes, now: datetime) 
     return now - waiting_since > SILENT_AFTER
 
 
-def _read_report(path: Path) -> Report:
+def _read_report(path: Path) -> SiloReport:
     # The silo controls the values and their types. A JSON boolean is an int in Python, hence the comparison of types.
     values = _read_object(path)
     progress = values.get("progress")
@@ -201,7 +201,7 @@ def _read_report(path: Path) -> Report:
     code = values.get("code")
     if type(code) is not int or not 0 <= code <= 255:
         code = 0
-    return Report(str(values.get("state", ""))[:_MAX_STATE], progress, sequence, code)
+    return SiloReport(str(values.get("state", ""))[:_MAX_STATE], progress, sequence, code)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

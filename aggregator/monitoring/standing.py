@@ -12,7 +12,7 @@ from pydantic import Field
 from ddm.protocol.base import LocalText, Model, NaturalInt, PositiveInt, Time
 
 Departure = Literal["removed", "withdrawn", "carried"]
-Standing = Literal[
+SiloStanding = Literal[
     "absent",
     "offered",
     "working",
@@ -29,7 +29,9 @@ Standing = Literal[
     "unnamed",
     Departure,
 ]
-Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
+SubmissionVerdict = Literal[
+    "arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"
+]
 Person = Literal["nobody", "silo", "aggregator"]
 """Who must act before the work continues: nobody, a person at the silo, or one at the aggregator."""
 Tone = Literal["ok", "busy", "idle", "warn", "bad"]
@@ -53,7 +55,7 @@ class StandingWords:
 
 
 # In the order of the lists: first what this operator decides, then what other people must do, then what is in progress.
-STANDINGS: Mapping[Standing, StandingWords] = {
+STANDINGS: Mapping[SiloStanding, StandingWords] = {
     "quarantined": StandingWords(
         "quarantined: decision needed",
         "warn",
@@ -129,7 +131,7 @@ class SubmissionStatus(Model):
     """One submission and its answer, from the signed receipt where there is one."""
 
     sequence: PositiveInt
-    verdict: Verdict
+    verdict: SubmissionVerdict
     code: NaturalInt | None = None
     reasons: tuple[LocalText, ...] = ()
     at: Time | None = None
@@ -137,7 +139,7 @@ class SubmissionStatus(Model):
 
 
 @dataclass(frozen=True)
-class Report:
+class SiloReport:
     """What a silo reported last, as far as it can be read.
 
     Attributes:
@@ -156,11 +158,11 @@ class Report:
 def decide_standing(
     submissions: tuple[SubmissionStatus, ...],
     arrival: Arrival | None,
-    report: Report,
+    report: SiloReport,
     *,
     answered: bool,
     silent: bool,
-) -> Standing:
+) -> SiloStanding:
     """Return a silo's standing: first what needs a person, then what is going on, then what is over.
 
     Args:

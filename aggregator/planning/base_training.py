@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.encoders import Progress as EncodingProgress
 from ddm.errors import SetupError
 from ddm.images.columns import class_numbers
 from ddm.images.rows import Images
@@ -36,13 +35,14 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_file, sh
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import PcaEncoderSpec
 from ddm.protocol.enrolment import AgreedSize
-from ddm.protocol.latent import AUTOENCODER_PATH, Autoencoder, IdentityLatent, Latent
+from ddm.protocol.latent import AUTOENCODER_PATH, Autoencoder, IdentityLatent, LatentSpec
 from ddm.protocol.learning import Expert, ExpertObjective, Objective
 from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.partition import Clustering, SiloPartition, SketchSpec
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import CountsSettings
 from ddm.protocol.statistics import EXACT, Budget, CountsStatistic, Statistics
+from ddm.system.progress import ProgressCallback
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder, discard_job
 from ddm.training.jobs import TrainingTask, train_job
@@ -111,7 +111,7 @@ def read_base_images(
     image_set: ImageSet,
     recipe: SharedRecipe,
     networks: RecipeNetworks,
-    on_progress: EncodingProgress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> BaseImages:
     """Read the public images that plans are fitted on, as experts of the recipe see them.
 
@@ -262,7 +262,7 @@ def _job_plan(recipe: SharedRecipe, images: BaseImages, root_digest: str) -> Pla
     encoder = PcaEncoderSpec(dim=1)
     clustering = Clustering(path="plan/centroids.safetensors", num_fine=1, num_coarse=1)
     sketch = SketchSpec(path="plan/sketch.safetensors", rank=1)
-    latent: Latent = IdentityLatent()
+    latent: LatentSpec = IdentityLatent()
     size = network_size(architecture, shape, images.condition)
     num_images = len(images.x_0)
     return Plan(

@@ -13,7 +13,7 @@ from typing import Any
 from aggregator.config import Federation
 from aggregator.intake.examination import public_images
 from aggregator.intake.inventory import Inventory, take_inventory
-from aggregator.intake.public_columns import Columns, kept_columns
+from aggregator.intake.public_columns import PublicColumns, kept_columns
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.planning.recipe import Recipe
 from ddm.errors import PolicyError, SetupError
@@ -54,7 +54,7 @@ class CarriedExperts:
     earlier: Mapping[str, Plan]
     folder: Path
     images: PublicImages
-    columns: Columns
+    columns: PublicColumns
 
     def check(self, new: Plan) -> None:
         """Refuse a plan in which a carried expert would mean something else than where it was trained.

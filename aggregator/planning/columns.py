@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aggregator.intake.public_columns import CAPTIONS, CLASSES, SILOS, TEXTS, Columns
+from aggregator.intake.public_columns import CAPTIONS, CLASSES, SILOS, TEXTS, PublicColumns
 from aggregator.planning.recipe import Recipe
 from ddm.errors import DataError, SetupError
 from ddm.images.columns import class_numbers
@@ -35,7 +35,7 @@ def names_needed(recipe: Recipe) -> dict[str, str]:
     return names
 
 
-def read_columns(images: ImageSet, recipe: Recipe) -> Columns:
+def read_columns(images: ImageSet, recipe: Recipe) -> PublicColumns:
     """Read the columns that the recipe's router learns from, one value for every public image.
 
     Raises:
@@ -72,8 +72,12 @@ def _check_column(column: NDArray[Any], kind: str, name: str, num_images: int) -
 
 
 def fitted_columns(
-    columns: Columns, rows: Tensor, recipe: Recipe, condition: Condition, silos: Collection[str]
-) -> Columns:
+    columns: PublicColumns,
+    rows: Tensor,
+    recipe: Recipe,
+    condition: Condition,
+    silos: Collection[str],
+) -> PublicColumns:
     """Return the columns of the images that the plan is fitted on, checked against the plan.
 
     Args:
@@ -155,7 +159,7 @@ def _encode_captions(
     return {CAPTIONS: number_N.astype(np.int64), TEXTS: vectors.numpy()}
 
 
-def check_columns_kept(columns: Columns, recipe: Recipe) -> None:
+def check_columns_kept(columns: PublicColumns, recipe: Recipe) -> None:
     """Refuse a recipe with --carry whose router learns from columns that the plan in force does not keep.
 
     Raises:

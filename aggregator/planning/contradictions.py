@@ -16,7 +16,7 @@ from ddm.protocol.enrolment import Card
 from ddm.protocol.plan import Plan
 from ddm.statistics.histograms import discrete_laplace_std
 from ddm.system.console import human_seconds
-from ddm.system.findings import Finding, Level
+from ddm.system.findings import Finding, FindingLevel
 
 _MAX_CHARACTERS = 400  # of a list of silos or devices in a message
 
@@ -99,7 +99,7 @@ def _too_little_time(drafted: DraftedPlan) -> Iterator[Finding]:
     too_slow = {name: seconds for name, seconds in seconds_on.items() if seconds > limit_s}
     if not too_slow:
         return
-    level: Level = "warn"
+    level: FindingLevel = "warn"
     if len(too_slow) == len(seconds_on):
         level = "fail"
     times = [f"{human_seconds(seconds)} on {name}" for name, seconds in too_slow.items()]
@@ -126,7 +126,7 @@ def _too_much_influence(drafted: DraftedPlan) -> Iterator[Finding]:
         is_sure = surely_held > max_influence
         if silo_id not in waits_in_quarantine and not is_sure:
             continue
-        level: Level = "warn"
+        level: FindingLevel = "warn"
         # A carried submission was accepted already, perhaps by a person who knew its share.
         if silo_id in waits_in_quarantine and is_sure and silo_id in drafted.plan.silos:
             level = "fail"

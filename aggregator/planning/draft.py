@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.config import Federation
-from aggregator.intake.public_columns import Columns
+from aggregator.intake.public_columns import PublicColumns
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.membership.registry import read_cards
@@ -22,7 +22,6 @@ from aggregator.planning.continuing import (
 )
 from aggregator.planning.feasible import check_feasible
 from aggregator.planning.recipe import Recipe
-from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.planning.bases import check_licence
 from ddm.planning.document import plan_of
@@ -33,6 +32,7 @@ from ddm.protocol.enrolment import Card
 from ddm.protocol.learning import Adaptation
 from ddm.protocol.plan import Plan
 from ddm.routers.sketch import Sketch
+from ddm.system.progress import ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Draft:
     folder: Path
     images: PublicImages
     sketch: Sketch
-    columns: Columns = field(default_factory=dict)
+    columns: PublicColumns = field(default_factory=dict)
     training_cards: Mapping[str, Card] = field(default_factory=dict)
 
 
@@ -83,9 +83,9 @@ def draft_plan(
     networks: RecipeNetworks,
     public: Tensor | CarriedExperts,
     folder: Path,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     *,
-    columns: Columns | None = None,
+    columns: PublicColumns | None = None,
 ) -> Draft:
     """Make the public parts in `folder` and write the plan around them; nothing is signed yet.
 

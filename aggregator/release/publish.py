@@ -23,11 +23,11 @@ from ddm.publishing.contents import (
     draft_manifest,
     plan_sources,
 )
-from ddm.publishing.drawing import Progress
 from ddm.publishing.pages import PAGE_NAMES
 from ddm.publishing.signing import complete_version
 from ddm.publishing.staging import StagedVersion, stage_version
 from ddm.publishing.versions import NewestVersion
+from ddm.system.progress import ProgressCallback
 from ddm.trust.paths import KEY_HISTORY
 
 RENEWED_BEFORE = timedelta(days=30)  # a timestamp that expires sooner calls for a new version
@@ -54,7 +54,7 @@ def publish(
     quorum: int | None = None,
     rehearsal: bool = False,
     renew: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Publication:
     """Publish the next version of the ensemble, or copy the newest one out if nothing has changed since.
 

@@ -18,7 +18,7 @@ from ddm.models import load_expert
 from ddm.partition.layout import Layout
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.routers import SamplesSettings
-from ddm.routers.base import Progress
+from ddm.routers.base import LossCallback
 from ddm.routers.conditional import expected_class_counts
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import (
@@ -54,7 +54,7 @@ class RouterImages:
     statistics: AcceptedStatistics
     counts: CountsRouter
     seed: int
-    on_progress: Progress | None
+    on_progress: LossCallback | None
     device: torch.device
 
     def labelled(self, settings: SamplesSettings) -> Labelled:

@@ -23,7 +23,7 @@ from ddm.protocol.calibration import Interval
 from ddm.protocol.router_report import BandComparison, RouterReport
 from ddm.protocol.routers import RouterKind
 from ddm.publishing.contents import ROUTER_NAME
-from ddm.routers.base import Progress
+from ddm.routers.base import LossCallback
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
 from ddm.routers.comparison import Comparison, compare, refuse_worse_than_prior
 from ddm.routers.counts import CountsRouter
@@ -77,7 +77,11 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
 
 
 def train_router(
-    federation: Federation, inventory: Inventory, *, seed: int, on_progress: Progress | None = None
+    federation: Federation,
+    inventory: Inventory,
+    *,
+    seed: int,
+    on_progress: LossCallback | None = None,
 ) -> RouterReport:
     """Fit counts and the plan's family, compare them on public data, keep the one to publish and the report.
 
@@ -167,7 +171,7 @@ class _RouterTraining:
     counts: CountsRouter
     share_K: tuple[float, ...]
     seed: int
-    on_progress: Progress | None
+    on_progress: LossCallback | None
 
     @classmethod
     def of(
@@ -175,7 +179,7 @@ class _RouterTraining:
         federation: Federation,
         inventory: Inventory,
         seed: int,
-        on_progress: Progress | None,
+        on_progress: LossCallback | None,
     ) -> "_RouterTraining":
         plan = inventory.plan
         statistics = read_statistics(federation, inventory)

@@ -25,7 +25,7 @@ class _LimitedFigure:
 
 
 @dataclass(frozen=True)
-class Findings:
+class MeasuredLeaks:
     """All that was measured on one expert.
 
     Attributes:
@@ -45,7 +45,7 @@ class Findings:
     control_copies: Mapping[str, float]
 
 
-def judge(findings: Findings, limits: Audit) -> tuple[Verdict, str]:
+def judge(findings: MeasuredLeaks, limits: Audit) -> tuple[Verdict, str]:
     """Compare the figures of an expert with a plan's limits.
 
     It fails if a figure is above its limit, and passes if the upper end of every interval is within it and the controls
@@ -102,7 +102,7 @@ def too_few_units(num_holdout: int, limits: Audit) -> str:
     return f"{num_holdout} held-out units; the plan needs {limits.min_holdout_units} to measure leakage"
 
 
-def _figures(findings: Findings, limits: Audit) -> list[_LimitedFigure]:
+def _figures(findings: MeasuredLeaks, limits: Audit) -> list[_LimitedFigure]:
     worst = findings.membership.worst
     sharpest = findings.membership.sharpest
     figures = [

@@ -21,7 +21,7 @@ def audit_lines(opened: Release) -> list[str]:
 
 
 def audits_as_json(opened: Release) -> list[dict[str, object]]:
-    """Return the same for scripts; what a silo has signed of it is repeated field by field."""
+    """Return the audits as `ddm info --json` prints them; what a silo signed is repeated whole."""
     audits: list[dict[str, object]] = []
     for silo in opened.manifest.silos:
         waiver = None

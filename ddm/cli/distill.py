@@ -84,7 +84,7 @@ class StudentSettings(Settings):
     architecture: Architecture
 
 
-Out = Annotated[
+StudentFileOption = Annotated[
     Path,
     typer.Option(
         metavar="FILE",
@@ -92,7 +92,7 @@ Out = Annotated[
         rich_help_panel=_STUDENT,
     ),
 ]
-ArchitectureFile = Annotated[
+ArchitectureOption = Annotated[
     Path | None,
     typer.Option(
         "--architecture",
@@ -101,7 +101,7 @@ ArchitectureFile = Annotated[
         rich_help_panel=_STUDENT,
     ),
 ]
-Unconditional = Annotated[
+UnconditionalOption = Annotated[
     bool,
     typer.Option(
         "--unconditional",
@@ -109,7 +109,7 @@ Unconditional = Annotated[
         rich_help_panel=_STUDENT,
     ),
 ]
-Data = Annotated[
+DataOption = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
@@ -117,7 +117,7 @@ Data = Annotated[
         rich_help_panel=_IMAGES,
     ),
 ]
-Texts = Annotated[
+TextsOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
@@ -125,7 +125,7 @@ Texts = Annotated[
         rich_help_panel=_IMAGES,
     ),
 ]
-Num = Annotated[
+NumSamplesOption = Annotated[
     int | None,
     typer.Option(
         min=1,
@@ -134,20 +134,20 @@ Num = Annotated[
         rich_help_panel=_IMAGES,
     ),
 ]
-Teacher = Annotated[
+TeacherOption = Annotated[
     TeacherName | None,
     typer.Option(
         help="Teacher (default: label without --data, drawn with it).", rich_help_panel=_TRAINING
     ),
 ]
-Start = Annotated[
+StartOption = Annotated[
     StartName | None,
     typer.Option(
         help="Initial weights (default: an expert's, if the student has its architecture).",
         rich_help_panel=_TRAINING,
     ),
 ]
-Steps = Annotated[
+StepsOption = Annotated[
     int | None,
     typer.Option(
         min=1,
@@ -156,7 +156,7 @@ Steps = Annotated[
         rich_help_panel=_TRAINING,
     ),
 ]
-Seed = Annotated[
+SeedOption = Annotated[
     int,
     typer.Option(
         min=0,
@@ -209,9 +209,9 @@ class StudentOptions:
         SetupError: `--out` names no file of weights.
     """
 
-    out: Out
-    architecture: ArchitectureFile = None
-    unconditional: Unconditional = False
+    out: StudentFileOption
+    architecture: ArchitectureOption = None
+    unconditional: UnconditionalOption = False
 
     def __post_init__(self) -> None:
         if self.out.is_dir():
@@ -231,9 +231,9 @@ class DistillationImages:
         SetupError: options on the ensemble's samples together with public images.
     """
 
-    data: Data = None
-    texts: Texts = None
-    num: Num = None
+    data: DataOption = None
+    texts: TextsOption = None
+    num: NumSamplesOption = None
 
     def __post_init__(self) -> None:
         if self.data is None:
@@ -258,10 +258,10 @@ class DistillationImages:
 class StudentTrainingOptions:
     """How the student is trained."""
 
-    teacher: Teacher = None
-    start: Start = None
-    steps: Steps = None
-    seed: Seed = 0
+    teacher: TeacherOption = None
+    start: StartOption = None
+    steps: StepsOption = None
+    seed: SeedOption = 0
 
 
 @grouped

@@ -42,6 +42,7 @@ from ddm.errors import SetupError
 from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.sampling.strategies import STRATEGIES
 from ddm.system.console import progress, say, table
+from ddm.system.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from ddm.cli.evaluated_models import EvaluatedModel
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
 
 COMPARE = "What to compare with"
 
-ShowProgress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+ShowProgress = Callable[[str], AbstractContextManager[ProgressCallback]]
 """Called with a label; shows the progress of what is done in the context."""
 
-Num = Annotated[
+NumSamplesOption = Annotated[
     int | None,
     typer.Option(
         "--num",
@@ -67,7 +68,7 @@ Num = Annotated[
         rich_help_panel=WHAT,
     ),
 ]
-Given = Annotated[
+SamplesFileOption = Annotated[
     Path | None,
     typer.Option(
         "--samples",
@@ -76,16 +77,16 @@ Given = Annotated[
         rich_help_panel=WHAT,
     ),
 ]
-Out = Annotated[
+PageFolderOption = Annotated[
     Path | None,
     typer.Option(
         "--out", metavar="DIR", help="Folder for a page with pictures.", rich_help_panel=WHAT
     ),
 ]
-AsJson = Annotated[
+JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON, for scripts.", rich_help_panel=WHAT)
 ]
-ReferenceFile = Annotated[
+ReferenceOption = Annotated[
     Path,
     typer.Option(
         "--reference",
@@ -94,7 +95,7 @@ ReferenceFile = Annotated[
         rich_help_panel=COMPARE,
     ),
 ]
-Holdout = Annotated[
+HoldoutOption = Annotated[
     Path | None,
     typer.Option(
         "--holdout",
@@ -103,7 +104,7 @@ Holdout = Annotated[
         rich_help_panel=COMPARE,
     ),
 ]
-By = Annotated[
+GroupColumnOption = Annotated[
     str | None,
     typer.Option(
         "--by",
@@ -120,7 +121,7 @@ FeaturesOption = Annotated[
         rich_help_panel=COMPARE,
     ),
 ]
-Neighbours = Annotated[
+NeighboursOption = Annotated[
     int,
     typer.Option(
         "--neighbours",
@@ -130,7 +131,7 @@ Neighbours = Annotated[
         rich_help_panel=COMPARE,
     ),
 ]
-Strategies = Annotated[
+StrategiesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--strategy",
@@ -138,7 +139,7 @@ Strategies = Annotated[
         rich_help_panel=HOW,
     ),
 ]
-Set = Annotated[list[str] | None, set_option(DrawingSettings)]
+SetOption = Annotated[list[str] | None, set_option(DrawingSettings)]
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,8 @@ class EvaluatedOptions:
         SetupError: neither.
     """
 
-    num: Num = None
-    samples: Given = None
+    num: NumSamplesOption = None
+    samples: SamplesFileOption = None
 
     def __post_init__(self) -> None:
         if self.num is None and self.samples is None:
@@ -197,29 +198,29 @@ class EvaluatedOptions:
 class OutputOptions:
     """In which form the figures are given."""
 
-    as_json: AsJson = False
-    out: Out = None
+    as_json: JsonOption = False
+    out: PageFolderOption = None
 
 
 @dataclass(frozen=True)
 class ComparisonOptions:
     """What samples are compared with, and by which features."""
 
-    reference: ReferenceFile
-    holdout: Holdout = None
-    by: By = None
+    reference: ReferenceOption
+    holdout: HoldoutOption = None
+    by: GroupColumnOption = None
     features: FeaturesOption = "encoder"
-    neighbours: Neighbours = 5
+    neighbours: NeighboursOption = 5
 
 
 @dataclass(frozen=True)
 class EvaluatedDrawingOptions:
     """How samples are drawn, with each strategy."""
 
-    strategy: Strategies = None
+    strategy: StrategiesOption = None
     following: StrategyOptions = StrategyOptions()
     solving: SolverOptions = SolverOptions()
-    settings: Set = None
+    settings: SetOption = None
 
 
 @grouped
@@ -547,7 +548,7 @@ def _check_conditioned(has_condition: bool, rare: DrawingSettings, guidance: flo
 
 
 @contextmanager
-def _show_progress(label: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+def _show_progress(label: str, as_json: bool) -> Iterator[ProgressCallback]:
     """Show progress; beside JSON, which has standard output to itself, only a line on standard error."""
     if as_json:
         say(label, error=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddm.cli.evaluated_samples import SampleSet
-from ddm.cli.sampling import Advance, ComputeSettings, SamplingJob, StudentSource, draw
+from ddm.cli.sampling import ComputeSettings, SamplingJob, StudentSource, draw
 from ddm.distillation.student import Student
 from ddm.evaluation.features import Features, encoder_features
 from ddm.loading.release import Release
@@ -19,6 +19,7 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 from ddm.sampling.strategies import Lock
 from ddm.system.memory import MemoryLimit
+from ddm.system.progress import ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class StudentDrawing:
         num: int,
         limit: MemoryLimit,
         beside: int,
-        show_progress: Callable[[str], AbstractContextManager[Advance]],
+        show_progress: Callable[[str], AbstractContextManager[ProgressCallback]],
     ) -> SampleSet:
         """Draw the samples.
 

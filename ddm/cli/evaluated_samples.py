@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.cli.conditions import condition_shares, shares_of_each
-from ddm.cli.sampling import Advance, ComputeSettings, ReleaseSource, SamplingJob, draw
+from ddm.cli.sampling import ComputeSettings, ReleaseSource, SamplingJob, draw
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError
 from ddm.footprint import sampling_bytes
@@ -33,6 +33,7 @@ from ddm.protocol.data import DataSpec
 from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Strategy
 from ddm.system.memory import MemoryLimit, available_bytes
+from ddm.system.progress import ProgressCallback
 
 # Solvers overshoot the ends of the range a little, at some pixels. Values further out, or more of them, have another
 # range.
@@ -91,7 +92,7 @@ class EvaluationDrawing:
         num: int,
         limit: MemoryLimit,
         beside: int,
-        show_progress: Callable[[str], AbstractContextManager[Advance]],
+        show_progress: Callable[[str], AbstractContextManager[ProgressCallback]],
     ) -> tuple[list[SampleSet], list[float]]:
         """Draw samples with every strategy, from the same noise.
 

@@ -109,8 +109,8 @@ class FormOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        if len(self._given()) != 1:
-            names = ", ".join(f"--{form}" for form, _ in self._given())
+        if len(self._chosen_forms()) != 1:
+            names = ", ".join(f"--{form}" for form, _ in self._chosen_forms())
             raise SetupError(
                 "ddm export",
                 expected="one of --diffusers OUT, --onnx OUT and --torch-export OUT",
@@ -120,14 +120,14 @@ class FormOptions:
     @property
     def form(self) -> "Form":
         """The form."""
-        return self._given()[0][0]
+        return self._chosen_forms()[0][0]
 
     @property
     def out(self) -> Path:
         """The folder that is written."""
-        return self._given()[0][1]
+        return self._chosen_forms()[0][1]
 
-    def _given(self) -> list[tuple["Form", Path]]:
+    def _chosen_forms(self) -> list[tuple["Form", Path]]:
         forms: list[tuple[Form, Path | None]] = [
             ("diffusers", self.diffusers),
             ("onnx", self.onnx),

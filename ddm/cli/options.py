@@ -265,7 +265,7 @@ SeedOption = Annotated[
 ]
 
 
-class SolverName(StrEnum):
+class SolverChoice(StrEnum):
     """The ODE solver."""
 
     EULER = "euler"
@@ -276,7 +276,7 @@ class SolverName(StrEnum):
 
 
 SolverOption = Annotated[
-    SolverName, typer.Option("--solver", help="ODE solver.", rich_help_panel=HOW)
+    SolverChoice, typer.Option("--solver", help="ODE solver.", rich_help_panel=HOW)
 ]
 
 
@@ -536,7 +536,7 @@ class SolverOptions:
     """How samples move from noise to data."""
 
     steps: StepsOption = 25
-    solver: SolverOption = SolverName.MIDPOINT
+    solver: SolverOption = SolverChoice.MIDPOINT
     seed: SeedOption = 0
 
 

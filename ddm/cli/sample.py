@@ -44,7 +44,7 @@ StrategyOption = Annotated[
         rich_help_panel=HOW,
     ),
 ]
-Set = Annotated[list[str] | None, set_option(SampleSettings)]
+SetOption = Annotated[list[str] | None, set_option(SampleSettings)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class DrawingOptions:
     strategy: StrategyOption = None
     following: StrategyOptions = StrategyOptions()
     solving: SolverOptions = SolverOptions()
-    settings: Set = None
+    settings: SetOption = None
 
 
 @grouped

@@ -32,8 +32,8 @@ from ddm.sampling.strategies import Strategy, draw_expert
 from ddm.sampling.trajectories import draw_noise
 from ddm.system.devices import DeviceName, device_named
 from ddm.system.parallel import PartDescription, run_parts
+from ddm.system.progress import ProgressCallback
 
-Advance = Callable[[int, int], None]
 """Called with the steps taken and the steps to take, of all samples."""
 
 SAMPLING = PartDescription(
@@ -89,7 +89,7 @@ class ComputeSettings:
     arithmetic: Arithmetic
     batch: int
 
-    def place(self, rank: int) -> torch.device:
+    def device_of_process(self, rank: int) -> torch.device:
         """Return the device of one process, and set what torch keeps for the whole process."""
         self.arithmetic.configure_torch()
         device = device_named(self.device, setting="--device")
@@ -138,7 +138,7 @@ class ReleaseSource:
             self.manifest,
             self.folder,
             memory_bytes=memory_bytes,
-            device=self.computing.place(rank),
+            device=self.computing.device_of_process(rank),
             arithmetic=self.computing.arithmetic,
         )
         return replace(ensemble, chunk_size=self.computing.batch)
@@ -173,7 +173,7 @@ class StudentSource:
         ensemble = build_student(
             self.record,
             self.weights,
-            device=self.computing.place(rank),
+            device=self.computing.device_of_process(rank),
             arithmetic=self.computing.arithmetic,
         )
         return replace(ensemble, chunk_size=self.computing.batch)
@@ -208,7 +208,9 @@ class SamplingJob:
         """How often each sample moves."""
         return self.editing.num_moves(self.how["steps"])
 
-    def draw(self, ensemble: Ensemble, rows: Sequence[int], advance: Advance) -> DrawnSamples:
+    def draw(
+        self, ensemble: Ensemble, rows: Sequence[int], advance: ProgressCallback
+    ) -> DrawnSamples:
         """Draw the samples of these rows, in this process."""
         rows = list(rows)
         how = {name: _as_tensor(value) for name, value in self.how.items()}
@@ -258,7 +260,7 @@ def draw(
     num: int,
     num_processes: int,
     weight_K: Tensor,
-    advance: Advance,
+    advance: ProgressCallback,
     ensemble: Ensemble | None = None,
 ) -> DrawnSamples:
     """Draw rows 0 to num - 1, here, from the ensemble if it is built already, or as `draw_together` does."""
@@ -268,7 +270,7 @@ def draw(
 
 
 def draw_together(
-    job: SamplingJob, num: int, num_processes: int, weight_K: Tensor, advance: Advance
+    job: SamplingJob, num: int, num_processes: int, weight_K: Tensor, advance: ProgressCallback
 ) -> DrawnSamples:
     """Draw rows 0 to num - 1 in several processes; the threads of this one are divided among them.
 

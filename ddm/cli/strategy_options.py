@@ -30,7 +30,7 @@ FLAGS = {
 STRATEGY_NAMES = click.Choice(list(STRATEGIES))
 
 
-class Prefix(StrEnum):
+class PrefixChoice(StrEnum):
     """What lock does before it locks."""
 
     SAMPLE = "sample"
@@ -48,7 +48,7 @@ TauOption = Annotated[
     ),
 ]
 PrefixOption = Annotated[
-    Prefix | None,
+    PrefixChoice | None,
     typer.Option("--prefix", help="lock: what to do before t_lock.", rich_help_panel=HOW),
 ]
 TopKOption = Annotated[
@@ -80,7 +80,7 @@ class StrategyOptions:
         """Return the settings that were given, by their names in `ddm.sampling.strategies`."""
         settings = {
             "tau": self.tau,
-            "prefix": self.prefix and Prefix(self.prefix).value,
+            "prefix": self.prefix and PrefixChoice(self.prefix).value,
             "k": self.top_k,
             "mass": rare.mass,
             "least": rare.least,

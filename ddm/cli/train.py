@@ -13,6 +13,7 @@ from ddm.cli.options import CheckpointSecondsOption, DeviceOption, IslandsArgume
 from ddm.errors import BusyError, SetupError
 from ddm.system.console import human_seconds, progress, say, table
 from ddm.system.cores import default_threads
+from ddm.system.progress import ProgressCallback
 from ddm.system.signals import stop_on_first_signal
 from ddm.training.config import CHECKPOINT_S, TrainingSettings
 
@@ -140,7 +141,7 @@ def _follow_training(
     training: "TrainingFolder",
     name: str,
     writer_choice: "WriterChoice | None",
-    show_progress: Callable[[int, int], None],
+    show_progress: ProgressCallback,
 ) -> "Iterator[Callable[[Progress], None]]":
     """Yield a function that shows the progress of a training and passes its learning curve to the writer."""
     if writer_choice is None:

@@ -286,28 +286,6 @@ def x_0_and_eps_of(
             assert_never(prediction)
 
 
-def velocity_from_eps(
-    path: Path,
-    x: Tensor,
-    eps: Tensor,
-    t_B: Tensor,
-) -> Tensor:
-    """The velocity that `eps` implies; singular at alpha = 0, so t < 1."""
-    x_0, _ = x_0_and_eps_of(path, "eps", x, eps, t_B)
-    return velocity(path, x_0, eps, t_B)
-
-
-def velocity_from_x_0(
-    path: Path,
-    x: Tensor,
-    x_0: Tensor,
-    t_B: Tensor,
-) -> Tensor:
-    """The velocity that `x_0` implies; singular at sigma = 0, so t > 0."""
-    _, eps = x_0_and_eps_of(path, "x_0", x, x_0, t_B)
-    return velocity(path, x_0, eps, t_B)
-
-
 def score(
     path: Path,
     x: Tensor,
@@ -318,18 +296,6 @@ def score(
     _, eps = x_0_and_eps(path, x, u, t_B)
     sigma = path.sigma(expand_time(t_B, x))
     return -eps / sigma
-
-
-def velocity_from_score(
-    path: Path,
-    x: Tensor,
-    score: Tensor,
-    t_B: Tensor,
-) -> Tensor:
-    """The velocity that `score` implies; singular at alpha = 0, so t < 1."""
-    sigma = path.sigma(expand_time(t_B, x))
-    eps = -sigma * score
-    return velocity_from_eps(path, x, eps, t_B)
 
 
 def as_velocity(

@@ -37,6 +37,7 @@ from ddm.sampling.mixture import mix_velocity
 from ddm.sampling.strategies import draw_expert
 from ddm.sampling.trajectories import draw_noise
 from ddm.system.memory import machine_bytes
+from ddm.system.progress import ProgressCallback
 
 # Most own samples that are drawn at once and kept in one file, and most bytes of them.
 _PART = 256
@@ -181,7 +182,7 @@ def own_samples(
     folder: Path,
     recipe: SampleRecipe,
     *,
-    on_progress: Callable[[int, int], None],
+    on_progress: ProgressCallback,
 ) -> DistillationData:
     """Draw samples from the ensemble, each labelled with its expert, and keep them on disk for a later run.
 

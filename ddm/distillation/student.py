@@ -29,7 +29,7 @@ from ddm.protocol.base import (
     Seconds,
 )
 from ddm.protocol.data import DataSpec
-from ddm.protocol.latent import Autoencoder, IdentityLatent, Latent
+from ddm.protocol.latent import Autoencoder, IdentityLatent, LatentSpec
 from ddm.protocol.learning import TDistribution, Training
 from ddm.sampling.guidance import ClassPrior
 
@@ -97,7 +97,7 @@ class Student(Document):
     images: Annotated[OwnSamples | GivenImages, Field(discriminator="kind")]
     teacher: Literal["label", "drawn", "mixture"]
     data: DataSpec
-    latent: Latent = IdentityLatent()
+    latent: LatentSpec = IdentityLatent()
     autoencoder: File | None = None
     condition: Condition = NoCondition()
     architecture: Architecture

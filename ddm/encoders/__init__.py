@@ -1,6 +1,5 @@
 """Encoders: public features of images, text embeddings, and latents, one encoder per file."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -8,19 +7,16 @@ from torch import Tensor
 from ddm.encoders.hog import HogEncoder, hog_specs
 from ddm.encoders.pca import PcaEncoder, pca_specs, principal_directions
 from ddm.images.rows import Images
+from ddm.system.progress import ProgressCallback
 
 __all__ = [
     "Encoder",
     "HogEncoder",
     "PcaEncoder",
-    "Progress",
     "hog_specs",
     "pca_specs",
     "principal_directions",
 ]
-
-Progress = Callable[[int, int], None]
-"""Called with images done and images in all."""
 
 
 class Encoder(Protocol):
@@ -34,7 +30,7 @@ class Encoder(Protocol):
     def encode(
         self,
         images: Images,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:

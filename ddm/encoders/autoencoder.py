@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 import torch
 from torch import Tensor, nn
 
-from ddm.encoders import Progress
 from ddm.encoders.non_finite import replace_non_finite
 from ddm.errors import NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
@@ -29,10 +28,11 @@ from ddm.protocol.latent import (
     AutoencoderSize,
     DiffusersKlLatent,
     IdentityLatent,
+    LatentSpec,
 )
-from ddm.protocol.latent import Latent as LatentSpec
 from ddm.system.devices import device_named
 from ddm.system.monai import monai_networks
+from ddm.system.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from ddm.encoders.public_autoencoder import PublicAutoencoder
@@ -50,7 +50,7 @@ class Latent(Protocol):
     def encode(
         self,
         samples: Tensor,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:
@@ -60,7 +60,7 @@ class Latent(Protocol):
     def decode(
         self,
         latents: Tensor,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:
@@ -74,7 +74,7 @@ class Identity:
     def encode(
         self,
         samples: Tensor,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:
@@ -84,7 +84,7 @@ class Identity:
     def decode(
         self,
         latents: Tensor,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:
@@ -121,16 +121,16 @@ class AutoencoderKl:
         first_layer_bytes = 4 * size.channels[0] * prod(size.at_once(shape)[1:])
         self.block = max(1, min(_MAX_BLOCK, _BLOCK_BYTES // first_layer_bytes))
 
-    def alone(self) -> "AutoencoderKl":
+    def for_single_samples(self) -> "AutoencoderKl":
         """Return it for blocks of one sample, so that no bit of what it returns depends on another sample's place."""
-        alone = copy(self)
-        alone.block = 1
-        return alone
+        single = copy(self)
+        single.block = 1
+        return single
 
     def encode(
         self,
         samples: Tensor,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:
@@ -155,7 +155,7 @@ class AutoencoderKl:
         self,
         samples: Tensor,
         target: Tensor,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> None:
@@ -172,7 +172,7 @@ class AutoencoderKl:
     def decode(
         self,
         latents: Tensor,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:
@@ -210,7 +210,7 @@ class AutoencoderKl:
         inputs: Tensor,
         shape: tuple[int, ...],
         target: Tensor,
-        on_progress: Progress | None,
+        on_progress: ProgressCallback | None,
         replacement: float | None,
     ) -> None:
         """Write what `call` makes of inputs of one shape into `target`, block by block."""

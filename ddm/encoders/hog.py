@@ -5,7 +5,7 @@ holds a histogram of the directions of its gradients, weighted by their length. 
 histograms' square roots.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import pi, prod
 
@@ -19,6 +19,7 @@ from ddm.errors import DataError, ShapeError
 from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec
 from ddm.protocol.encoder import HOG_DIRECTIONS, HogEncoderSpec
+from ddm.system.progress import ProgressCallback
 
 # Shape legend: N images, B images of one block, C channels, H height, W width, A directions.
 
@@ -73,7 +74,7 @@ class HogEncoder:
     def encode(
         self,
         images: Images,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:

@@ -1,6 +1,6 @@
 """The PCA encoder: principal components of the public images as features, without weights from elsewhere."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -12,6 +12,7 @@ from ddm.errors import DataError, ShapeError
 from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec
 from ddm.protocol.data import DataSpec
+from ddm.system.progress import ProgressCallback
 
 # Shape legend: N images, B images of one block, D values in one image, R principal directions.
 
@@ -62,7 +63,7 @@ class PcaEncoder:
     def encode(
         self,
         images: Images,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:

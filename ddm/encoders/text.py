@@ -9,7 +9,7 @@ is downloaded, no code beside the weights runs, no pickle is opened, and other f
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ddm.io.tensors import load_tensors
 from ddm.protocol.architecture import PinnedEncoder, TextCondition
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.system.devices import device_named
+from ddm.system.progress import ProgressCallback
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -86,7 +87,7 @@ class TextEncoder:
     def encode(
         self,
         texts: Sequence[str],
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:

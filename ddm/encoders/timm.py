@@ -4,7 +4,7 @@ Only this file imports timm, which imports torchvision (`ddm.system.torchvision_
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -21,6 +21,7 @@ from ddm.io.tensors import TensorSpec, load_tensors, read_header, refuse_wrapped
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.system.devices import device_named
+from ddm.system.progress import ProgressCallback
 
 # Shape legend: N images, B images of one block, C channels, H height, W width.
 
@@ -90,7 +91,7 @@ class TimmEncoder:
     def encode(
         self,
         images: Images,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
         *,
         replacement: float | None = None,
     ) -> Tensor:

@@ -7,7 +7,6 @@ which downloads nothing and runs no code beside the weights. Other files in the 
 
 # Shape legend: N images, B images of one block, C channels, H height, W width.
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ddm.io.tensors import load_tensors
 from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.data import DataSpec
 from ddm.system.devices import device_named
+from ddm.system.progress import ProgressCallback
 
 PREPROCESSING = "preprocessor_config.json"
 # All blocks have this size, so that features do not depend on the number of images.
@@ -116,9 +116,7 @@ class ClipVision:
         return int(self.net.config.projection_dim)  # type: ignore[union-attr, arg-type]
 
     @torch.inference_mode()
-    def encode(
-        self, images: Tensor, on_progress: Callable[[int, int], None] | None = None
-    ) -> Tensor:
+    def encode(self, images: Tensor, on_progress: ProgressCallback | None = None) -> Tensor:
         """Return the projected embeddings of images, shape (N, D), float32.
 
         Args:

@@ -7,7 +7,7 @@ every figure. Only figures of one and the same file can be compared.
 
 # Shape legend: N images, B images of one batch, C channels, H height, W width.
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ddm.errors import DataError, ShapeError
 from ddm.io.tensors import TensorSpec, load_tensors, read_header, save_tensors, spec_of
 from ddm.protocol.data import DataSpec
+from ddm.system.progress import ProgressCallback
 
 DIM = 64
 MAX_FILE_BYTES = 16 * 1024**2
@@ -94,7 +95,7 @@ class Classifier:
     def encode(
         self,
         images: Tensor,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> Tensor:
         """Return features, shape (N, 64), of images in the range that the network was trained on."""
         features = []
@@ -203,7 +204,7 @@ def train_classifier(
     *,
     num_steps: int = 1500,
     seed: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Classifier:
     """Train a classifier; the same images, seed and machine give the same weights.
 

@@ -30,9 +30,7 @@ from ddm.evaluation.origins import ResolvedOrigins, SampleOrigins
 from ddm.evaluation.reference import SILO_COLUMNS, Reference, rows_of_numbers
 from ddm.evaluation.shares import ShareError, share_error
 from ddm.io.array_input import real_tensor
-
-Progress = Callable[[int, int], None]
-"""Called with the images done and the images in all, each image counting once for every pass over it."""
+from ddm.system.progress import ProgressCallback
 
 _ENCODED_TOGETHER = 1024  # images between two reports of progress
 _MAX_GROUPS = 100  # of the reference, for which recall is given
@@ -142,7 +140,7 @@ def _copies_json(copies: NearestCopies) -> dict[str, Any]:
 class _ProgressCounter:
     """Adds up the images of several passes, and reports the sum."""
 
-    def __init__(self, on_progress: Progress | None, total: int) -> None:
+    def __init__(self, on_progress: ProgressCallback | None, total: int) -> None:
         self.on_progress = on_progress
         self.num_processed = 0
         self.total = total
@@ -184,7 +182,7 @@ class Yardstick:
         holdout: Reference | None = None,
         k: int = 5,
         seed: int = 0,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> "Yardstick":
         """Read and encode a reference.
 
@@ -195,7 +193,7 @@ class Yardstick:
                 the reference's own distances between neighbours.
             k: which neighbour bounds the ball of a feature, for precision, recall, density and coverage.
             seed: the seed of intervals and halves.
-            on_progress: see `Progress`.
+            on_progress: called with the images done and in all, each counting once for every pass over it.
 
         Raises:
             MathError: too few images, or k out of range.
@@ -223,14 +221,14 @@ class Yardstick:
         samples: Any,
         origins: SampleOrigins | None = None,
         *,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> Evaluation:
         """Measure samples.
 
         Args:
             samples: an array or a tensor, shape (N, ...), as the reference's images.
             origins: the silos that the samples came from; None where they are not known.
-            on_progress: see `Progress`.
+            on_progress: called with the images done and in all, each counting once for every pass over it.
 
         Raises:
             MathError: too few samples, or a prior that is not weights.
@@ -389,7 +387,7 @@ def evaluate(
     holdout: Any = None,
     k: int = 5,
     seed: int = 0,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Measure samples against a reference.
 

@@ -36,7 +36,7 @@ MEANINGS: Mapping[str, str] = {
 }
 
 
-Draw = Callable[[Sequence[Tensor]], tuple[str, ...]]
+PictureInliner = Callable[[Sequence[Tensor]], tuple[str, ...]]
 """Turns images into pictures, each as the address of an inlined file."""
 
 
@@ -166,7 +166,7 @@ def write_page(
 def _sample_sheets(
     samples: EvaluatedSamples,
     silos: Sequence[str],
-    draw: Draw,
+    draw: PictureInliner,
 ) -> list[EvaluationSheet]:
     """Return the first samples of each silo, or of all where silos are not known."""
     if samples.silo_N is None:
@@ -185,7 +185,7 @@ def _nearest_pairs(
     samples: EvaluatedSamples,
     copies: NearestCopies,
     reference_images: Mapping[int, Tensor],
-    draw: Draw,
+    draw: PictureInliner,
 ) -> list[NearestPair]:
     numbers = copies.worst[:MAX_PAIRS]
     nearest_images = [reference_images[int(copies.nearest_index_N[n])] for n in numbers]

@@ -27,7 +27,7 @@ from ddm.errors import SetupError
 from ddm.loading.ensemble import open_ensemble
 from ddm.models.network import build_network
 from ddm.protocol.architecture import Architecture, Condition
-from ddm.protocol.latent import AutoencoderKlLatent, DiffusersKlLatent, Latent
+from ddm.protocol.latent import AutoencoderKlLatent, DiffusersKlLatent, LatentSpec
 from ddm.sampling.options import SamplingOptions
 
 # diffusers numbers times from 0 to 1000.
@@ -100,7 +100,7 @@ class LatentDecoder(ModelMixin, ConfigMixin):  # type: ignore[misc] # diffusers 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(self, latent: dict[str, Any], shape: Sequence[int]) -> None:
         super().__init__()
-        documents: TypeAdapter[Any] = TypeAdapter(Latent)
+        documents: TypeAdapter[Any] = TypeAdapter(LatentSpec)
         spec = documents.validate_json(json.dumps(latent))
         match spec:
             case AutoencoderKlLatent(scale=scale):

@@ -1,6 +1,5 @@
 """What is exported: a network with all that describes it, from a student or a verified release."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,10 +16,11 @@ from ddm.loading.memory import expert_memory_bytes
 from ddm.loading.release import Release
 from ddm.protocol.architecture import Architecture, Condition, NoCondition, Shape
 from ddm.protocol.data import DataSpec
-from ddm.protocol.latent import Latent as LatentSpec
+from ddm.protocol.latent import LatentSpec
 from ddm.protocol.learning import ExpertObjective
 from ddm.routers.base import Router
 from ddm.system.memory import memory_limit
+from ddm.system.progress import ProgressCallback
 
 _MEMORY_REMEDY = "Export on a machine with more memory."
 _MAX_SHOWN = 400
@@ -152,9 +152,7 @@ def open_student(weights: Path) -> ExportedExpert:
     )
 
 
-def open_expert(
-    release: Release, expert_id: str, on_progress: Callable[[int, int], None]
-) -> ExportedExpert:
+def open_expert(release: Release, expert_id: str, on_progress: ProgressCallback) -> ExportedExpert:
     """Load one expert of a verified release; of a release on a host it alone is fetched.
 
     Args:

@@ -146,7 +146,7 @@ class DataSet:
             if is_folder:
                 yield from rows.with_folder(self.path)
             else:
-                yield from rows.alone()
+                yield from rows.without_folder()
         elif is_folder:
             yield from _below(str(self.path), boundary)
         else:
@@ -357,7 +357,7 @@ class _TableRows:
         self._paths = paths
         self._boundary = boundary
 
-    def alone(self) -> Iterator[ImageFile]:
+    def without_folder(self) -> Iterator[ImageFile]:
         """Yield the files that the table names, in its order."""
         # Digests, since a table of ten million rows leaves no room for their paths.
         digests: set[bytes] = set()

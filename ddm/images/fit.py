@@ -74,7 +74,7 @@ def fit(
         share = array.astype(np.float32) / largest
         spread = low + (high - low) * share
         return _tensor(spread.astype(np.float32, copy=False))
-    values = _floats(array)
+    values = _as_float32(array)
     lowest = low - _TOLERANCE
     highest = high + _TOLERANCE
     # A comparison with NaN is false, so that NaN does not pass here.
@@ -105,7 +105,7 @@ def as_floats(array: Values, rows: Rows) -> "Tensor":
     Raises:
         DataError: names the first row with values that are not finite.
     """
-    values = _floats(array)
+    values = _as_float32(array)
     _check_finite(values, rows)
     return _tensor(values)
 
@@ -116,7 +116,7 @@ def _tensor(values: NDArray[np.float32]) -> "Tensor":
     return torch.from_numpy(values)
 
 
-def _floats(array: Values) -> NDArray[np.float32]:
+def _as_float32(array: Values) -> NDArray[np.float32]:
     # Values too large for float32 become infinite, and are refused as such.
     with np.errstate(over="ignore"):
         # A copy of memory that is read-only, of which torch would warn.

@@ -78,7 +78,7 @@ class FileHead:
 
 
 @dataclass(frozen=True)
-class Format:
+class ImageFormat:
     """One format of image files.
 
     Attributes:
@@ -164,7 +164,7 @@ def checked(picture: DecodedPicture) -> DecodedPicture:
     return replace(picture, flags=picture.flags | {flag})
 
 
-def format_of(content: FileContent) -> Format:
+def format_of(content: FileContent) -> ImageFormat:
     """Return the format of a file, as its first bytes show.
 
     Raises:
@@ -270,26 +270,28 @@ def _is_mgh(head: FileHead) -> bool:
 
 
 FORMATS = (
-    Format("DICOM", "dicom", _is_dicom),
-    Format("idx", "arrays", lambda head: is_idx_head(head.first_bytes)),
-    Format("NIfTI", "nifti", _is_nifti),
-    Format("NIfTI-2", "nifti", _is_nifti_2),
-    Format("MGH", "mgh", _is_mgh),
-    Format(
+    ImageFormat("DICOM", "dicom", _is_dicom),
+    ImageFormat("idx", "arrays", lambda head: is_idx_head(head.first_bytes)),
+    ImageFormat("NIfTI", "nifti", _is_nifti),
+    ImageFormat("NIfTI-2", "nifti", _is_nifti_2),
+    ImageFormat("MGH", "mgh", _is_mgh),
+    ImageFormat(
         "WEBP",
         "webp",
         lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP",
     ),
-    Format("Parquet", "arrays", lambda head: head.starts_with(b"PAR1")),
-    Format("npy", "arrays", lambda head: head.starts_with(b"\x93NUMPY")),
-    Format("npz", "arrays", lambda head: head.starts_with(*_ZIP) and head.has_suffix(".npz")),
-    Format("PNG", "png", lambda head: head.starts_with(b"\x89PNG\r\n\x1a\n")),
-    Format("JPEG", "jpeg", lambda head: head.starts_with(b"\xff\xd8\xff")),
-    Format("TIFF", "tiff", lambda head: head.starts_with(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")),
-    Format("BMP", "bmp", _is_bmp),
-    Format("others", "", _is_not_decoded),
-    Format("tar", "webdataset", lambda head: head.first_bytes[257:262] == b"ustar"),
-    Format("DICOM", "dicom", _is_dicom_without_preamble),
+    ImageFormat("Parquet", "arrays", lambda head: head.starts_with(b"PAR1")),
+    ImageFormat("npy", "arrays", lambda head: head.starts_with(b"\x93NUMPY")),
+    ImageFormat("npz", "arrays", lambda head: head.starts_with(*_ZIP) and head.has_suffix(".npz")),
+    ImageFormat("PNG", "png", lambda head: head.starts_with(b"\x89PNG\r\n\x1a\n")),
+    ImageFormat("JPEG", "jpeg", lambda head: head.starts_with(b"\xff\xd8\xff")),
+    ImageFormat(
+        "TIFF", "tiff", lambda head: head.starts_with(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+    ),
+    ImageFormat("BMP", "bmp", _is_bmp),
+    ImageFormat("others", "", _is_not_decoded),
+    ImageFormat("tar", "webdataset", lambda head: head.first_bytes[257:262] == b"ustar"),
+    ImageFormat("DICOM", "dicom", _is_dicom_without_preamble),
 )
 """The first that matches counts, so that formats with weak signs come last."""
 

@@ -83,13 +83,13 @@ class ParquetTable:
             for name, feature in self._features().items():
                 if name in self.names and feature.get("_type") == "Image":
                     candidates.append(name)
-        return _only(candidates, "images")
+        return _only_column(candidates, "images")
 
     @property
     def latent_column(self) -> str | None:
         """The column of latents; None without one."""
         candidates = [name for name in self.names if name.lower() in _LATENT_NAMES]
-        return _only(candidates, "latents")
+        return _only_column(candidates, "latents")
 
     def is_encoded(self, name: str) -> bool:
         """Whether a column holds the content of image files: bytes, or bytes with the path that they came from."""
@@ -386,7 +386,7 @@ def _parse_features(metadata: bytes | None) -> dict[str, Mapping[str, Any]]:
         raise ImageError(Reason.DAMAGED, "metadata of Hugging Face that do not parse") from None
 
 
-def _only(names: Sequence[str], meaning: str) -> str | None:
+def _only_column(names: Sequence[str], meaning: str) -> str | None:
     if len(names) > 1:
         raise ImageError(Reason.AMBIGUOUS, f"several columns that may be the {meaning}: keep one")
     if not names:

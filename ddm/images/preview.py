@@ -65,7 +65,7 @@ def contact_sheet(
     cells: list[Floats] = []
     numbers_by_reason: dict[str, list[str]] = {}
     for number, picture in enumerate(islice(pictures, MAX_PICTURES), 1):
-        before = _before(picture, side)
+        before = _picture_cell(picture, side)
         cells.append(_numbered(before, number))
         try:
             samples = transform.apply(picture)
@@ -77,7 +77,7 @@ def contact_sheet(
         # Of many slices, some that are evenly spread.
         places = np.linspace(0, len(samples) - 1, num_shown).round()
         for index in places.astype(int):
-            cells.append(_after(samples[index], transform.data, side))
+            cells.append(_sample_cell(samples[index], transform.data, side))
         num_empty = num_after - num_shown
         cells += [_empty_cell(side)] * num_empty
     if not cells:
@@ -131,7 +131,7 @@ def _write(
     write_atomic(path, encoded.getvalue(), mode=0o600)
 
 
-def _before(picture: Picture, side: int) -> Floats:
+def _picture_cell(picture: Picture, side: int) -> Floats:
     """Return a picture in the window of its file, whole, (3, side, side) in [-1, 1]."""
     num_channels = picture.values.shape[0]
     # Without a window, values of more than eight bits use a small part of their type's range: CT would be one grey.
@@ -179,7 +179,7 @@ def _numbered(cell: Floats, number: int) -> Floats:
     return drawn.astype(np.float32)
 
 
-def _after(
+def _sample_cell(
     sample: Floats,
     data: DataSpec,
     side: int,

@@ -62,7 +62,8 @@ class ImageError(DataError):
     """
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
         super().__init__(
             "image",
             expected="a file that gives a picture",

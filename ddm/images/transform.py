@@ -16,15 +16,13 @@ All is computed in float32, the range in double precision, so that two processor
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import isfinite, prod
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddm.errors import ArchipelagoError, DataError
+from ddm.errors import DataError
 from ddm.images.geometry import (
     Floats,
     antialiased,
@@ -477,21 +475,3 @@ def to_stored(
     nearest[is_above] = np.nextafter(nearest[is_above], np.float16(-np.inf))
     nearest[is_below] = np.nextafter(nearest[is_below], np.float16(np.inf))
     return nearest
-
-
-@contextmanager
-def about(subject: str) -> Iterator[None]:
-    """Let errors about a picture say which one it was.
-
-    Raises:
-        DataError: in place of any error of ours.
-    """
-    try:
-        yield
-    except ArchipelagoError as error:
-        raise DataError(
-            f"{subject}: {error.subject}",
-            expected=error.expected,
-            got=error.got,
-            remedy=error.remedy,
-        ) from error

@@ -34,11 +34,11 @@ from ddm.publishing.contents import (
     draft_manifest,
     plan_sources,
 )
-from ddm.publishing.drawing import Progress as DrawProgress
 from ddm.publishing.keys import load_key
 from ddm.publishing.signing import complete_version
 from ddm.publishing.staging import StagedVersion, stage_version
-from ddm.routers.base import Progress as RouterProgress
+from ddm.routers.base import LossCallback
+from ddm.system.progress import ProgressCallback
 from ddm.system.version import software_versions
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
@@ -66,8 +66,8 @@ class AssemblySettings:
     partial: bool = False
     seed: int = 0
     device: torch.device | str = "cpu"
-    on_router_step: RouterProgress | None = None
-    on_draw: DrawProgress | None = None
+    on_router_step: LossCallback | None = None
+    on_draw: ProgressCallback | None = None
 
 
 @dataclass(frozen=True)

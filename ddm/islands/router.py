@@ -21,7 +21,7 @@ from ddm.protocol.calibration import Interval
 from ddm.protocol.router_report import BandComparison
 from ddm.protocol.routers import RouterKind, SamplesSettings
 from ddm.protocol.statistics import EXACT
-from ddm.routers.base import Progress
+from ddm.routers.base import LossCallback
 from ddm.routers.calibration import Calibration, calibrate
 from ddm.routers.comparison import compare, minus_prior
 from ddm.routers.counts import CountsRouter
@@ -78,7 +78,7 @@ class RouterTraining:
     present: tuple[int, ...]
     seed: int
     device: torch.device | str = "cpu"
-    on_progress: Progress | None = None
+    on_progress: LossCallback | None = None
 
     @property
     def path(self) -> DiffusionPath:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.encoders import Progress
 from ddm.errors import BusyError, DataError, SetupError
 from ddm.io.files import move_into_place, staging_folder, write_atomic
 from ddm.io.modes import private_folder
@@ -38,6 +37,7 @@ from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.statistics import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Statistics
+from ddm.system.progress import ProgressCallback
 from ddm.system.version import software_versions
 
 # Shape legend: N images, K islands, G groups of fine centroids, C classes.
@@ -122,7 +122,7 @@ def split(
     by: str,
     out: Path,
     passphrase: bytes,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Split:
     """Divide a data set and write the folder of its islands.
 
@@ -260,7 +260,9 @@ def _choose_fitted(num_images: int, recipe: IslandsRecipe) -> Tensor:
     return order_N[:max_images].sort().values
 
 
-def _assign_fine(images: Tensor, parts: PublicParts, on_progress: Progress | None) -> Tensor:
+def _assign_fine(
+    images: Tensor, parts: PublicParts, on_progress: ProgressCallback | None
+) -> Tensor:
     """Return the fine centroid of each image."""
     assigned: list[Tensor] = []
     for first in range(0, len(images), _BLOCK_IMAGES):
@@ -378,7 +380,7 @@ def _draft_plan(data: DividedData, receipt_key: str, root_digest: str, folder: P
 
 
 def _write_islands(
-    islands: Islands, plan: Plan, data: DividedData, on_progress: Progress | None
+    islands: Islands, plan: Plan, data: DividedData, on_progress: ProgressCallback | None
 ) -> None:
     """Write each island's images as its expert sees them, and their conditions."""
     num_images = len(data.dataset.images)
@@ -512,7 +514,7 @@ def _split_record(data: DividedData, plan: Plan) -> Split:
         plan_id=plan.plan_id,
         plan_digest=plan.digest,
         created_at=plan.created_at,
-        by=_way(division),
+        by=_division_name(division),
         column=division.column,
         seed=data.recipe.public.seed,
         name=owner.name,
@@ -524,7 +526,7 @@ def _split_record(data: DividedData, plan: Plan) -> Split:
     )
 
 
-def _way(division: Division) -> Literal["clusters", "random", "column"]:
+def _division_name(division: Division) -> Literal["clusters", "random", "column"]:
     if division.by == "clusters":
         return "clusters"
     if division.by == "random":

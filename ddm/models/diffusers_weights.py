@@ -29,11 +29,11 @@ from ddm.protocol.architecture import (
     Unet,
 )
 
-Layout = Literal["DiTTransformer2DModel", "UNet2DModel", "SD3Transformer2DModel"]
-LAYOUTS = get_args(Layout)
+DiffusersClass = Literal["DiTTransformer2DModel", "UNet2DModel", "SD3Transformer2DModel"]
+LAYOUTS = get_args(DiffusersClass)
 _MAX_SHOWN = 80
 
-Side = Annotated[int, Field(gt=0, le=65536)]
+SampleSide = Annotated[int, Field(gt=0, le=65536)]
 
 
 class _Config(BaseModel):
@@ -51,7 +51,7 @@ class DitConfig(_Config):
     out_channels: Annotated[int, Field(gt=0, le=8192)] | None = None
     num_layers: Annotated[int, Field(gt=0, le=128)] = 28
     attention_bias: Literal[True] = True
-    sample_size: Side = 32
+    sample_size: SampleSide = 32
     patch_size: Annotated[int, Field(gt=0, le=64)] = 2
     # The tanh of the second is an approximation of the first, which this toolkit computes.
     activation_fn: Literal["gelu", "gelu-approximate"] = "gelu-approximate"
@@ -62,7 +62,7 @@ class DitConfig(_Config):
 class UnetConfig(_Config):
     """Of a `UNet2DModel`; defaults are those of diffusers."""
 
-    sample_size: Side | tuple[Side, Side] | None = None
+    sample_size: SampleSide | tuple[SampleSide, SampleSide] | None = None
     in_channels: Annotated[int, Field(gt=0, le=4096)] = 3
     out_channels: Annotated[int, Field(gt=0, le=4096)] = 3
     center_input_sample: Literal[False] = False
@@ -89,7 +89,7 @@ class UnetConfig(_Config):
 class Sd3Config(_Config):
     """Of an `SD3Transformer2DModel`; only those that normalise queries and keys, as Stable Diffusion 3.5 does."""
 
-    sample_size: Side = 128
+    sample_size: SampleSide = 128
     patch_size: Annotated[int, Field(gt=0, le=64)] = 2
     in_channels: Annotated[int, Field(gt=0, le=4096)] = 16
     num_layers: Annotated[int, Field(gt=0, le=128)] = 18
@@ -100,7 +100,7 @@ class Sd3Config(_Config):
     qk_norm: Literal["rms_norm"]
 
 
-CONFIGS: Mapping[Layout, type[_Config]] = {
+CONFIGS: Mapping[DiffusersClass, type[_Config]] = {
     "DiTTransformer2DModel": DitConfig,
     "UNet2DModel": UnetConfig,
     "SD3Transformer2DModel": Sd3Config,
@@ -153,7 +153,10 @@ class _Source:
 
 
 def weights_of(
-    layout: Layout, config: _Config, tensors: Mapping[str, Tensor], architecture: Architecture
+    layout: DiffusersClass,
+    config: _Config,
+    tensors: Mapping[str, Tensor],
+    architecture: Architecture,
 ) -> BaseWeights:
     """Return the weights of a network of diffusers as those of this architecture.
 

@@ -14,7 +14,7 @@ from ddm.io.files import read_bounded, require_file
 from ddm.io.tensors import load_tensors
 from ddm.models import MAX_WEIGHT
 from ddm.models.base_weights import BaseWeights, fit_base
-from ddm.models.diffusers_weights import CONFIGS, LAYOUTS, Layout, weights_of
+from ddm.models.diffusers_weights import CONFIGS, LAYOUTS, DiffusersClass, weights_of
 from ddm.planning.recipe import (
     BaseRecipe,
     DiffusersBaseRecipe,
@@ -35,7 +35,7 @@ from ddm.protocol.bases import (
     TrainedBase,
     licence_misfit,
 )
-from ddm.protocol.latent import Autoencoder, Latent
+from ddm.protocol.latent import Autoencoder, LatentSpec
 from ddm.protocol.learning import Expert, ExpertObjective
 from ddm.protocol.plan import Plan
 
@@ -57,7 +57,7 @@ class BaseSpace:
         condition: what it was conditioned on.
     """
 
-    latent: Latent
+    latent: LatentSpec
     autoencoder: str | None
     condition: Condition
 
@@ -154,7 +154,7 @@ class OpenedBase:
             changes=self.changes,
         )
 
-    def place(self, expert: Expert, shape: Shape) -> Expert:
+    def fit_positions(self, expert: Expert, shape: Shape) -> Expert:
         """Return a plan's expert whose positions span those that the base knows, on samples of another size too."""
         if self.source.grid is None:
             return expert
@@ -300,7 +300,7 @@ def _read_diffusers(chosen: DiffusersBaseRecipe, recipe: SharedRecipe) -> BaseSo
     )
 
 
-def _read_config(path: Path) -> tuple[Layout, Any]:
+def _read_config(path: Path) -> tuple[DiffusersClass, Any]:
     """Read a `config.json` of diffusers.
 
     Raises:
@@ -321,7 +321,7 @@ def _read_config(path: Path) -> tuple[Layout, Any]:
             expected=f"one of {', '.join(LAYOUTS)}",
             got=ascii(name)[:80],
         )
-    layout = cast(Layout, name)
+    layout = cast(DiffusersClass, name)
     try:
         return layout, CONFIGS[layout].model_validate_json(json.dumps(values))
     except ValidationError as error:

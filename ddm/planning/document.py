@@ -44,7 +44,9 @@ def plan_of(
     # Of equal names the later one counts: islands have a partition of their own, a federation's experts an adaptation.
     terms = recipe.terms | own
     if fitted.base is not None:
-        terms["expert"] = fitted.base.place(terms["expert"], fitted.latent.shape(recipe.data.shape))
+        terms["expert"] = fitted.base.fit_positions(
+            terms["expert"], fitted.latent.shape(recipe.data.shape)
+        )
         (base_file,) = [file for file in files if file.path == terms["expert"].base]
         terms["base"] = fitted.base.describe(base_file.digest)
     plan = Plan(

@@ -8,7 +8,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from ddm.encoders import Encoder, HogEncoder, PcaEncoder, Progress
+from ddm.encoders import Encoder, HogEncoder, PcaEncoder
 from ddm.encoders.autoencoder import Identity, Latent, spread
 from ddm.errors import DataError, DigestError
 from ddm.io.files import replacing
@@ -26,11 +26,11 @@ from ddm.planning.networks import (
 from ddm.planning.recipe import HogRecipe, PcaRecipe, PublicRecipe, SharedRecipe, TimmRecipe
 from ddm.protocol.architecture import Condition
 from ddm.protocol.base import sha256_file
-from ddm.protocol.encoder import Encoder as EncoderSpec
-from ddm.protocol.encoder import HogEncoderSpec, PcaEncoderSpec
+from ddm.protocol.encoder import EncoderSpec, HogEncoderSpec, PcaEncoderSpec
 from ddm.protocol.latent import AUTOENCODER_PATH, Autoencoder, IdentityLatent
 from ddm.protocol.learning import Expert
 from ddm.routers.sketch import Sketch
+from ddm.system.progress import ProgressCallback
 
 MIN_HELD_OUT = 20  # public images that judge and calibrate the routers
 
@@ -51,7 +51,7 @@ class PublicImages:
     latents: tuple[Tensor, Tensor] | None = None
 
     @property
-    def seen(self) -> Tensor:
+    def expert_inputs(self) -> Tensor:
         """What experts see of the images fitted on."""
         return self.latents[0] if self.latents else self.fitted
 
@@ -108,7 +108,7 @@ def fit_public_parts(
     networks: RecipeNetworks,
     public: Tensor,
     folder: Path,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> PublicParts:
     """Fit the public parts of a plan and write them into `folder`.
 
@@ -143,7 +143,7 @@ def fit_public_parts(
         balanced=recipe.clustering.balanced,
     )
     sketch = Sketch.fit(
-        images.seen,
+        images.expert_inputs,
         clusters.group_F[clusters.assign(features)],
         recipe.sketch.rank,
         recipe.num_groups,
@@ -220,7 +220,7 @@ def _fit_encoder(recipe: SharedRecipe, fitted: Tensor) -> OpenedEncoder:
 
 
 def fit_latent(
-    networks: RecipeNetworks, fitted: Tensor, holdout: Tensor, on_progress: Progress | None
+    networks: RecipeNetworks, fitted: Tensor, holdout: Tensor, on_progress: ProgressCallback | None
 ) -> FittedLatent:
     """Encode all images as experts see them, and scale the latents where the autoencoder does not do so itself."""
     autoencoder = networks.autoencoder

@@ -22,7 +22,7 @@ from ddm.planning.recipe import (
 )
 from ddm.protocol.architecture import Condition
 from ddm.protocol.base import sha256_file
-from ddm.protocol.encoder import Encoder as EncoderSpec
+from ddm.protocol.encoder import EncoderSpec
 from ddm.protocol.latent import (
     AutoencoderKlLatent,
     AutoencoderSize,
@@ -189,7 +189,7 @@ def _open_autoencoder(recipe: SharedRecipe) -> OwnAutoencoder | PublishedAutoenc
             with name_recipe_field("latent", shape):
                 network = open_weights(weights, chosen, shape)
                 # One image alone, so that a network that does not fit fails before all images are encoded.
-                network.alone().encode(torch.zeros(1, *shape))
+                network.for_single_samples().encode(torch.zeros(1, *shape))
             return OwnAutoencoder(network, chosen)
         case _:
             assert_never(chosen)

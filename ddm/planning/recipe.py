@@ -8,7 +8,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 from ddm.io.settings import Settings
 from ddm.planning.architectures import ExpertRecipe, RouterRecipe
 from ddm.planning.training import TrainingRecipe
-from ddm.protocol.architecture import ClassCondition, MaxTokens, NoCondition, Probability
+from ddm.protocol.architecture import ClassCondition, DropProbability, MaxTokens, NoCondition
 from ddm.protocol.base import Licence, NaturalInt, NumImages, PositiveInt
 from ddm.protocol.bases import SeedShare
 from ddm.protocol.encoder import Side
@@ -117,7 +117,7 @@ class TextRecipe(Settings):
     kind: Literal["text"] = "text"
     encoder: PathText
     max_tokens: MaxTokens
-    drop: Probability = 0.1
+    drop: DropProbability = 0.1
 
 
 class BaseTerms(Settings):

@@ -16,7 +16,7 @@ from ddm.protocol.base import (
     Seconds,
     Time,
 )
-from ddm.protocol.latent import Latent
+from ddm.protocol.latent import LatentSpec
 from ddm.protocol.learning import ExpertObjective, TDistribution, Training
 
 CARD_NAME = "base.json"
@@ -51,7 +51,7 @@ class TrainedBaseCard(Document):
     images_digest: Digest
     num_images: NumImages
     shape: Shape
-    latent: Latent
+    latent: LatentSpec
     autoencoder: Digest | None
     condition: Condition
     architecture: Architecture

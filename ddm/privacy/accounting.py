@@ -190,18 +190,18 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
     """
     counts = DiscreteLaplaceMechanism(epsilon=counts_epsilon)
 
-    def over(mu: float) -> float:
+    def epsilon_excess(mu: float) -> float:
         curve = privacy_curve([counts, GaussianMechanism(mu=mu)])
         return curve(delta) - total_epsilon
 
-    if over(_MIN_MU) > 0:
+    if epsilon_excess(_MIN_MU) > 0:
         expected = f"a total epsilon above {counts_epsilon:g}, which the counts cost"
         raise NumericalError("Gaussian mechanism", expected=expected, got=f"{total_epsilon:g}")
     high = gaussian_mu(total_epsilon, delta)
     low = _MIN_MU
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        if over(middle) > 0:
+        if epsilon_excess(middle) > 0:
             high = middle
         else:
             low = middle
@@ -305,7 +305,7 @@ def noise_multiplier_for(
         NumericalError: no noise multiplier up to 2^14 is enough.
     """
 
-    def over(multiplier: float, *, coarse: bool = True) -> float:
+    def epsilon_excess(multiplier: float, *, coarse: bool = True) -> float:
         """Return how far the epsilon of this noise is above the wanted one, on a logarithmic scale."""
         # About its mean loss, of which a distribution would fill the memory.
         mean_loss = 2 * steps * (rate / multiplier) ** 2
@@ -322,10 +322,10 @@ def noise_multiplier_for(
 
     # Bracket the root by doubling and halving, since each evaluation takes long.
     low = high = 1.0
-    while over(low) <= 0 and low > _MIN_NOISE:
+    while epsilon_excess(low) <= 0 and low > _MIN_NOISE:
         high = low
         low = low / 2
-    while over(high) > 0:
+    while epsilon_excess(high) > 0:
         low = high
         high = 2 * high
         if high > MAX_NOISE_MULTIPLIER:
@@ -336,20 +336,20 @@ def noise_multiplier_for(
             remedy = "Ask for fewer steps, fewer units per step, or a higher epsilon."
             raise NumericalError("private training", expected=expected, got=got, remedy=remedy)
     # The root finder needs finite values at both ends.
-    while over(low) == math.inf and high - low > 1 / _NOISE_GRID:
+    while epsilon_excess(low) == math.inf and high - low > 1 / _NOISE_GRID:
         middle = (low + high) / 2
-        if over(middle) <= 0:
+        if epsilon_excess(middle) <= 0:
             high = middle
         else:
             low = middle
     multiplier = high
-    if over(low) <= 0:
+    if epsilon_excess(low) <= 0:
         multiplier = low
-    elif over(low) < math.inf:
-        multiplier = _root(over, low, high, xtol=5e-4, rtol=1e-4)
+    elif epsilon_excess(low) < math.inf:
+        multiplier = _root(epsilon_excess, low, high, xtol=5e-4, rtol=1e-4)
     cells = math.ceil(multiplier * _NOISE_GRID)
     # The root may be below by its tolerance, and the coarse distribution states another epsilon than the fine one.
-    while over(cells / _NOISE_GRID, coarse=False) > 0:
+    while epsilon_excess(cells / _NOISE_GRID, coarse=False) > 0:
         cells += 1
     return cells / _NOISE_GRID
 

@@ -56,7 +56,9 @@ def _check_address(text: str) -> str:
 
 
 # Bounded before it is examined, since both are read from files that came from elsewhere.
-Host = Annotated[str, StringConstraints(max_length=_MAX_NAME_LENGTH), AfterValidator(_check_host)]
-Address = Annotated[
+HostName = Annotated[
+    str, StringConstraints(max_length=_MAX_NAME_LENGTH), AfterValidator(_check_host)
+]
+HostAndPort = Annotated[
     str, StringConstraints(max_length=_MAX_NAME_LENGTH + 6), AfterValidator(_check_address)
 ]

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 # The learning rate of a transformer's recipe that names none, times its width (docs/results/recipe.md).
 RATE_TIMES_WIDTH = 0.5
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+DropProbability = Annotated[float, Field(ge=0.0, lt=1.0)]
 ClassName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=TEXT_PATTERN)]
 
 
@@ -38,7 +38,7 @@ class ClassCondition(Model):
 
     kind: Literal["class"] = "class"
     num_classes: Annotated[int, Field(gt=1, le=4096)]
-    drop: Probability = 0.1
+    drop: DropProbability = 0.1
     names: Annotated[tuple[ClassName, ...], Field(max_length=4096)] = ()
 
     @model_validator(mode="after")
@@ -76,7 +76,7 @@ class TextCondition(Model):
     kind: Literal["text"] = "text"
     dim: Annotated[int, Field(gt=0, le=16384)]
     max_tokens: MaxTokens
-    drop: Probability = 0.1
+    drop: DropProbability = 0.1
     encoder: PinnedEncoder | None = None
 
 
@@ -285,6 +285,21 @@ class Mmdit(ExpertTransformer):
         return cls(patch=int(patch), hidden=64 * depth, depth=depth, heads=depth)
 
 
+def check_levels(channels: tuple[int, ...], attention: tuple[bool, ...], norm_groups: int) -> None:
+    """Check the levels of a convolutional network against each other.
+
+    Raises:
+        ValueError: attention for another number of levels, or channels that do not form groups of equal size.
+    """
+    if len(attention) != len(channels):
+        counts = f"got {len(attention)} for {len(channels)} levels"
+        raise ValueError(f"attention must have one entry for each of channels, {counts}")
+    if any(width % norm_groups for width in channels):
+        raise ValueError(
+            f"channels must be multiples of norm_groups, {norm_groups}, got {channels}"
+        )
+
+
 class Unet(ExpertArchitecture):
     """MONAI's DiffusionModelUNet, for images and volumes.
 
@@ -309,13 +324,7 @@ class Unet(ExpertArchitecture):
 
     @model_validator(mode="after")
     def _levels_agree(self) -> "Unet":
-        if len(self.attention) != len(self.channels):
-            counts = f"got {len(self.attention)} for {len(self.channels)} levels"
-            raise ValueError(f"attention must have one entry for each of channels, {counts}")
-        if any(width % self.norm_groups for width in self.channels):
-            raise ValueError(
-                f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}"
-            )
+        check_levels(self.channels, self.attention, self.norm_groups)
         attending_widths = {self.channels[-1]}
         for width, attends in zip(self.channels, self.attention, strict=True):
             if attends:

@@ -88,4 +88,6 @@ class TimmEncoderSpec(Model):
         return ""
 
 
-Encoder = Annotated[PcaEncoderSpec | HogEncoderSpec | TimmEncoderSpec, Field(discriminator="kind")]
+EncoderSpec = Annotated[
+    PcaEncoderSpec | HogEncoderSpec | TimmEncoderSpec, Field(discriminator="kind")
+]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from ddm.protocol.address import Address
+from ddm.protocol.address import HostAndPort
 from ddm.protocol.base import (
     MAX_INTEGER,
     Digest,
@@ -21,7 +21,7 @@ from ddm.protocol.base import (
 from ddm.protocol.federation import FederationDocument
 from ddm.protocol.policy import PolicyLimits
 
-Agreement = Annotated[int, Field(ge=2, le=MAX_INTEGER)]
+AgreedNumber = Annotated[int, Field(ge=2, le=MAX_INTEGER)]
 # The verifier key of a signed note: name+hash+key.
 LogKeyText = Annotated[
     str, StringConstraints(pattern=r"^[!-*,-~]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/]{44}$")
@@ -35,7 +35,7 @@ class Invitation(Document):
     federation: ShortText
     # Of the releases, so that a site knows it before it joins. Plans state it too, and are signed.
     licence: Licence
-    address: Address
+    address: HostAndPort
     ca_certificate: Annotated[str, Field(max_length=16384)]
     root: Annotated[str, Field(max_length=65536)]
     root_digest: Digest
@@ -50,8 +50,8 @@ class AgreedSize(Model):
         patients: most patients, where the silo counts them; they cannot be more than its images.
     """
 
-    images: Agreement
-    patients: Agreement | None = None
+    images: AgreedNumber
+    patients: AgreedNumber | None = None
 
     @model_validator(mode="after")
     def _patients_have_images(self) -> "AgreedSize":

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ddm.protocol.architecture import Shape
+from ddm.protocol.architecture import Shape, check_levels
 from ddm.protocol.base import Model, RelativePath
 
 AUTOENCODER_PATH = "plan/autoencoder.safetensors"
@@ -78,13 +78,7 @@ class AutoencoderSize(_AutoencoderLevels):
 
     @model_validator(mode="after")
     def _levels_agree(self) -> "AutoencoderSize":
-        if len(self.attention) != len(self.channels):
-            counts = f"got {len(self.attention)} for {len(self.channels)} levels"
-            raise ValueError(f"attention must have one entry for each of channels, {counts}")
-        if any(width % self.norm_groups for width in self.channels):
-            raise ValueError(
-                f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}"
-            )
+        check_levels(self.channels, self.attention, self.norm_groups)
         return self
 
 
@@ -176,6 +170,6 @@ class DiffusersKlLatent(DiffusersKlSize):
 
 
 Autoencoder = AutoencoderKlLatent | DiffusersKlLatent
-Latent = Annotated[
+LatentSpec = Annotated[
     IdentityLatent | AutoencoderKlLatent | DiffusersKlLatent, Field(discriminator="kind")
 ]

@@ -42,7 +42,7 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 _NOT_BLANK = rf"^[^{UNSHOWN}]*[^{UNSHOWN}\x20\xa0][^{UNSHOWN}]*$"
 ReasonText = Annotated[str, StringConstraints(max_length=200, pattern=_NOT_BLANK)]
 
-Flag = Literal[
+ScreeningRule = Literal[
     "alike_images",
     "answers_zero",
     "broken_images",
@@ -111,7 +111,7 @@ class PublishedExpert(Model):
     cluster: NaturalInt | None = None
     prior: Probability
     file: File
-    flags: Annotated[tuple[Flag, ...], Field(max_length=16)] = ()
+    flags: Annotated[tuple[ScreeningRule, ...], Field(max_length=16)] = ()
     privacy: DpSgdPrivacy | None = None
 
 

@@ -9,10 +9,10 @@ from ddm.protocol.base import MAX_SILOS, File, KeyText, Licence, Model, PlanId, 
 from ddm.protocol.bases import Base, SeedBase, licence_misfit
 from ddm.protocol.carried import CarriedSilo, check_carried_silos
 from ddm.protocol.data import DataSpec
-from ddm.protocol.encoder import Encoder
+from ddm.protocol.encoder import EncoderSpec
 from ddm.protocol.enrolment import AgreedSize
 from ddm.protocol.federation import FederationDocument
-from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
+from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, LatentSpec
 from ddm.protocol.learning import Expert, Objective, OwnAdaptation, TDistribution
 from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.partition import (
@@ -81,8 +81,8 @@ class Plan(PlanTerms, FederationDocument):
     agreed: Annotated[dict[SiloId, AgreedSize], Field(max_length=MAX_SILOS)]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
-    latent: Latent
-    encoder: Encoder
+    latent: LatentSpec
+    encoder: EncoderSpec
     clustering: Clustering
     sketch: SketchSpec
     condition: Condition

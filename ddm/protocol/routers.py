@@ -4,7 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ddm.protocol.architecture import Condition, NoCondition, Probability, Shape, TransformerSize
+from ddm.protocol.architecture import (
+    Condition,
+    DropProbability,
+    NoCondition,
+    Shape,
+    TransformerSize,
+)
 from ddm.protocol.base import Model, NumSteps
 from ddm.protocol.learning import Share
 from ddm.protocol.statistics import Statistics
@@ -90,7 +96,7 @@ class SamplesSettings(FamilySettings, TransformerSize):
     weight_decay: Share = 0.05
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     conditional: bool = False
-    drop: Probability = 0.1
+    drop: DropProbability = 0.1
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """See `TransformerSize.misfit`; a router that reads a condition needs one."""

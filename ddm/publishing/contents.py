@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddm.protocol.base import File
 from ddm.protocol.island import Island
-from ddm.protocol.manifest import Flag, Manifest, PublishedExpert, PublishedSilo
+from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedSilo, ScreeningRule
 from ddm.protocol.plan import Plan
 from ddm.protocol.router_report import RouterReport
 from ddm.protocol.submission import Submission, class_counts_path
@@ -31,7 +31,7 @@ class ReleaseMember:
     published: PublishedSilo
     document: Submission | Island
     role: bytes
-    flags: Mapping[str, tuple[Flag, ...]] = field(default_factory=dict)
+    flags: Mapping[str, tuple[ScreeningRule, ...]] = field(default_factory=dict)
 
     @property
     def silo_id(self) -> str:

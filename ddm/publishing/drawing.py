@@ -6,7 +6,7 @@ so that the same release gives the same pages.
 
 # Shape legend: N images, D draws of noise, E experts, T times.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +16,7 @@ from torch import Tensor
 from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.routers.base import log_prior
 from ddm.routers.evaluation import noised_log_likelihood
-
-Progress = Callable[[int, int], None]
-"""Called with the batches done, and with the batches in all."""
+from ddm.system.progress import ProgressCallback
 
 MAX_FLOPS = 2e12  # about a minute on two cores
 MAX_SHOWN_SILOS = 12  # whose own images are shown
@@ -118,7 +116,7 @@ def draw(
     effort: DrawingEffort,
     *,
     seed: int = 0,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Drawing:
     """Draw the images of a report.
 

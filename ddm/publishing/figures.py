@@ -16,11 +16,11 @@ from ddm.protocol.plan import Plan
 from ddm.publishing.drawing import (
     Drawing,
     DrawnImages,
-    Progress,
     affordable_effort,
     draw,
     largest_silos,
 )
+from ddm.system.progress import ProgressCallback
 
 CHART_WIDTH = 240.0
 CHART_HEIGHT = 150.0
@@ -171,7 +171,7 @@ class ReportFigures:
 
 
 def draw_for_report(
-    plan: Plan, manifest: Manifest, ensemble: Ensemble, on_progress: Progress | None = None
+    plan: Plan, manifest: Manifest, ensemble: Ensemble, on_progress: ProgressCallback | None = None
 ) -> Drawing | None:
     """Draw as many images as the budget of a report allows; None if it allows none.
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from ddm.protocol.growth import describe_standing
 from ddm.protocol.island import Island
-from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
+from ddm.protocol.manifest import Manifest, PublishedSilo, ScreeningRule
 from ddm.protocol.submission import Submission
 from ddm.publishing.contents import ReleaseContents
 
@@ -20,7 +20,7 @@ MAX_DETAILED = 16
 MAX_NAMED = 12
 
 # What the rules of screening found, for the pages.
-FLAG_WORDS: Mapping[Flag, str] = {
+FLAG_WORDS: Mapping[ScreeningRule, str] = {
     "alike_images": "its images are nearly one image",
     "answers_zero": "answers 0 to every input",
     "broken_images": "its images are not finite",

@@ -18,7 +18,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import REHEARSAL, Plan
 from ddm.protocol.routers import SamplesSettings
 from ddm.publishing.contents import ReleaseContents
-from ddm.publishing.drawing import Drawing, Progress
+from ddm.publishing.drawing import Drawing
 from ddm.publishing.figures import ReportFigures, draw_for_report
 from ddm.publishing.folder import ROOT_NAME
 from ddm.publishing.members import (
@@ -29,6 +29,7 @@ from ddm.publishing.members import (
     shorten_names,
 )
 from ddm.statistics.of_plan import statistics_of
+from ddm.system.progress import ProgressCallback
 
 # The name under which sites that host models show a card.
 CARD_NAME = "README.md"
@@ -79,7 +80,7 @@ def write_pages(
     *,
     root_digest: str,
     device: torch.device | str = "cpu",
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> None:
     """Write the card and the report into `targets`; the same input gives the same bytes.
 

@@ -13,11 +13,11 @@ from ddm.loading.release import open_release
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.manifest import Manifest
 from ddm.publishing.contents import ReleaseContents
-from ddm.publishing.drawing import Progress
 from ddm.publishing.keys import load_key, load_model_signing_key
 from ddm.publishing.log import require_log_key, sizes_given_out, stage_entries
 from ddm.publishing.pages import PAGE_NAMES, memory_for, write_pages
 from ddm.publishing.staging import StagedVersion
+from ddm.system.progress import ProgressCallback
 from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
 from ddm.trust.paths import LOG_NAMES, PLAN_LOG_NAMES, RELEASE, RELEASE_NAMES, owner
 from ddm.trust.repository import Repository
@@ -30,7 +30,7 @@ def complete_version(
     passphrase: bytes,
     *,
     device: torch.device | str = "cpu",
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Manifest:
     """Write the pages, sign everything, check that the release opens, and put it into force; return the manifest.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddm.errors import DataError, MathError, NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
 
-Progress = Callable[[int, int, float], None]
+LossCallback = Callable[[int, int, float], None]
 """Called in training with step, number of steps, and held-out loss, nats."""
 
 

@@ -18,7 +18,7 @@ from ddm.partition.layout import Layout
 from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
-from ddm.routers.base import Progress, Router
+from ddm.routers.base import LossCallback, Router
 from ddm.routers.comparison import HeldOut
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
@@ -63,7 +63,7 @@ class RouterInputs:
     public_sketches: Callable[[], PublicSketches]
     labelled_images: Callable[[SamplesSettings], Labelled]
     seed: int
-    on_progress: Progress | None
+    on_progress: LossCallback | None
     device: torch.device | str
 
     @property

@@ -17,7 +17,7 @@ from ddm.errors import ShapeError, TensorFileError
 from ddm.io.tensors import TensorSpec
 from ddm.partition.layout import Layout
 from ddm.protocol.routers import LearnedSettings
-from ddm.routers.base import Progress
+from ddm.routers.base import LossCallback
 from ddm.routers.comparison import HeldOut
 from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.family import FittedRouter, RouterFamily, RouterInputs, StoredRouter
@@ -198,7 +198,7 @@ def fit_learned(
     public: PublicSketches,
     settings: LearnedSettings,
     seed: int,
-    on_progress: Progress | None = None,
+    on_progress: LossCallback | None = None,
 ) -> LearnedRouter:
     """Refit the mixture on the silos' sketches, then train the network on public images.
 

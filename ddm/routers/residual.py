@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
 from ddm.protocol.routers import LearnedSettings
-from ddm.routers.base import Progress
+from ddm.routers.base import LossCallback
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
 
@@ -139,7 +139,7 @@ def fit_residual(
     prior_K: Tensor,
     settings: LearnedSettings,
     seed: int,
-    on_progress: Progress | None = None,
+    on_progress: LossCallback | None = None,
 ) -> Residual:
     """Train the network by cross-entropy on public images, weighted to the silos' distribution over groups.
 

@@ -23,7 +23,7 @@ from ddm.models.token_router import TokenRouter
 from ddm.protocol.architecture import Condition, Dit, NoCondition
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
-from ddm.routers.base import Progress
+from ddm.routers.base import LossCallback
 from ddm.routers.family import FittedRouter, RouterFamily, RouterInputs, StoredRouter
 from ddm.routers.labelled import Labelled
 from ddm.system.devices import Precision, computes_in_bf16
@@ -193,7 +193,7 @@ def draw_from_experts(
     num: int,
     seed: int,
     path: Path,
-    on_progress: Progress | None,
+    on_progress: LossCallback | None,
     *,
     device: torch.device | str = "cpu",
     condition_EN: Tensor | None = None,
@@ -259,7 +259,7 @@ def fit_samples(
     settings: SamplesSettings,
     path: Path,
     seed: int,
-    on_progress: Progress | None = None,
+    on_progress: LossCallback | None = None,
     *,
     condition: Condition = NoCondition(),
     knows_shares: bool = False,
@@ -369,7 +369,7 @@ def _train(
     settings: SamplesSettings,
     path: Path,
     generator: torch.Generator,
-    on_progress: Progress | None,
+    on_progress: LossCallback | None,
 ) -> None:
     optimizer = torch.optim.AdamW(
         net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay

@@ -163,9 +163,9 @@ class Inpainting:
                 samples = self._correct(samples, t_next, unused_BM, first)
                 num_moves += 1
             x_B = self._with_known_part(samples.x_B, t_next)
-            samples = samples.at(x_B)
+            samples = samples.moved_to(x_B)
         x_B = self._with_known_part(samples.x_B, times[-1])
-        return samples.at(x_B)
+        return samples.moved_to(x_B)
 
     def _correct(
         self,
@@ -179,7 +179,7 @@ class Inpainting:
         x_B = self.known.put_into(samples.x_B, t, noise_B, self.path)
         # A step from t to t that returns the velocity in the place of where it leads.
         probe = replace(self.trajectories, step=_velocity_alone, callback=None)
-        probed = probe.move(samples.at(x_B), (t, t), uniform_BM, first)
+        probed = probe.move(samples.moved_to(x_B), (t, t), uniform_BM, first)
         t_B = filled(x_B, t)
         x_0_B, eps_B = x_0_and_eps(self.path, x_B, probed.x_B, t_B)
         # Of unit variance again: rho^2 + (1 - rho^2) = 1.
@@ -190,7 +190,7 @@ class Inpainting:
         # A correction is not a step: the numbers that a callback sees, and the first entry in the log, depend on the
         # steps.
         corrected = replace(probed, num_steps=samples.num_steps)
-        return corrected.at(torch.where(mask_B, x_B, corrected_B))
+        return corrected.moved_to(torch.where(mask_B, x_B, corrected_B))
 
     def _with_known_part(self, x_B: Tensor, t: float) -> Tensor:
         noise_B = self._noise(x_B)

@@ -14,7 +14,7 @@ Source:
 """
 
 # Shape legend: N images, B batch, K experts, P probes, D values of one image, ... all data dimensions.
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log, pi
 
@@ -33,6 +33,7 @@ from ddm.sampling.mixture import Mixture
 from ddm.sampling.precision import CastExperts
 from ddm.sampling.strategies import Full, Strategy
 from ddm.sampling.trajectories import StepReporter
+from ddm.system.progress import ProgressCallback
 
 # Of a message of torch, in an error.
 _MAX_SHOWN = 200
@@ -61,7 +62,7 @@ class LikelihoodOptions:
     condition_prior: Sequence[float] | None = None
     numbers: Sequence[int] | None = None
     dtype: torch.dtype | None = None
-    on_progress: Callable[[int, int], None] | None = None
+    on_progress: ProgressCallback | None = None
 
 
 DEFAULT_LIKELIHOOD_OPTIONS = LikelihoodOptions()

@@ -1,6 +1,6 @@
 """What a caller of `Ensemble.sample` may say beyond the common keywords."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from ddm.diffusion.solver import Solver, SolverName
 from ddm.sampling.inpainting import KnownRegion
+from ddm.system.progress import ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class SamplingOptions:
     numbers: Sequence[int] | None = None
     seeds: Sequence[int] | None = None
     dtype: torch.dtype | None = None
-    on_progress: Callable[[int, int], None] | None = None
+    on_progress: ProgressCallback | None = None
 
 
 DEFAULT_OPTIONS = SamplingOptions()

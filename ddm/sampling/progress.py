@@ -1,12 +1,11 @@
 """A progress bar for those who sample in a terminal or a notebook."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-Report = Callable[[int, int], None]
-"""Called with the steps taken, summed over all samples, and the total to take."""
+from ddm.system.progress import ProgressCallback
 
 _REDRAW_S = 0.1
 _NOTEBOOK_REDRAW_S = 0.5  # every redrawing is a message to the reader's browser
@@ -14,8 +13,8 @@ _NOTEBOOK_REDRAW_S = 0.5  # every redrawing is a message to the reader's browser
 
 @contextmanager
 def sampling_progress(
-    on_progress: Report | None, *, is_shown: bool, label: str = "sampling"
-) -> Iterator[Report | None]:
+    on_progress: ProgressCallback | None, *, is_shown: bool, label: str = "sampling"
+) -> Iterator[ProgressCallback | None]:
     """Yield what is called after each step: the caller's own function, or else a bar where somebody can see it.
 
     Args:
@@ -34,7 +33,7 @@ def sampling_progress(
         yield None
 
 
-def _notebook_bar() -> Report:
+def _notebook_bar() -> ProgressCallback:
     """Return what draws the bar of IPython: that of rich needs widgets, which not every notebook has."""
     from IPython.display import ProgressBar
 
@@ -58,7 +57,7 @@ def _notebook_bar() -> Report:
 
 
 @contextmanager
-def _terminal_bar(label: str) -> Iterator[Report]:
+def _terminal_bar(label: str) -> Iterator[ProgressCallback]:
     """Yield what draws a bar behind a label; it vanishes at the end."""
     # Imported where a bar is drawn, since it takes longer than to draw a few small samples.
     from rich.console import Console

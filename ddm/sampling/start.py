@@ -46,7 +46,7 @@ class InitialState:
             return rows
         return self.numbers[rows.start : rows.stop]
 
-    def at(self, rows: range, own_noise: Tensor, path: Path) -> Tensor:
+    def x_of_rows(self, rows: range, own_noise: Tensor, path: Path) -> Tensor:
         """Return where some samples begin; `own_noise` decides the dtype and the device."""
         own_rows = slice(rows.start, rows.stop)
         if self.x is not None:

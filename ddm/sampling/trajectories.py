@@ -24,6 +24,7 @@ from ddm.io.array_input import whole_number
 from ddm.sampling.mixture import Mixture
 from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.strategies import Segment, StepRule, Strategy, draw_expert, segments
+from ddm.system.progress import ProgressCallback
 
 StepReporter = Callable[[int], None]
 """Called with the number of samples that have just taken a step."""
@@ -72,7 +73,7 @@ class TrajectoryState:
         """Where the samples are."""
         return self.solver_state.x_B
 
-    def at(self, x_B: Tensor) -> "TrajectoryState":
+    def moved_to(self, x_B: Tensor) -> "TrajectoryState":
         """Return the samples moved elsewhere, where a multistep solver knows nothing of them."""
         return replace(self, solver_state=SolverState(x_B, SolverMemory.empty(x_B)))
 
@@ -331,7 +332,7 @@ class Trajectories:
         return lambda x_B, t_B: mixture.velocity(x_B, t_B, fixed_RK)
 
 
-def step_reporter(on_progress: Callable[[int, int], None] | None, total_steps: int) -> StepReporter:
+def step_reporter(on_progress: ProgressCallback | None, total_steps: int) -> StepReporter:
     """Return a `StepReporter` that passes on how many steps of the total have been taken."""
     num_taken = 0
 

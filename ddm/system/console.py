@@ -27,6 +27,7 @@ from ddm.system.passphrases import (
     require_strong,
     write_private_passphrase,
 )
+from ddm.system.progress import ProgressCallback
 from ddm.system.signals import interrupted_by_sigterm
 
 EXIT_INTERRUPTED = 130
@@ -457,7 +458,7 @@ def human_seconds(seconds: float) -> str:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+def progress(label: str) -> Iterator[ProgressCallback]:
     """Show a bar from the first call of what is yielded, called with (completed, total); none where nothing is long.
 
     Where standard output is not a terminal, one line with the label takes the bar's place. A different total, or less

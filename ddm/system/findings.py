@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.system.console import say
 
-Level = Literal["fail", "warn"]
+FindingLevel = Literal["fail", "warn"]
 T = TypeVar("T")
 # Of the same width, so that the names of checks are in one column.
 _MARKS = {None: "ok  ", "warn": "WARN", "fail": "FAIL"}
@@ -28,7 +28,7 @@ class Finding:
     expected: str
     got: str
     remedy: str
-    level: Level = "fail"
+    level: FindingLevel = "fail"
 
     @classmethod
     def of(cls, error: ArchipelagoError) -> "Finding":
@@ -98,7 +98,7 @@ def apply(
     return findings
 
 
-def worst(findings: tuple[Finding, ...]) -> Level | None:
+def worst(findings: tuple[Finding, ...]) -> FindingLevel | None:
     """Return the gravest level; None where nothing was found."""
     levels = {finding.level for finding in findings}
     # A failure counts before any number of warnings.

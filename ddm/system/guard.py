@@ -147,9 +147,9 @@ class _Guard:
             (signal.SIGTERM, self._grace_s),
             (signal.SIGKILL, _KILL_TIMEOUT_S),
         ):
-            if self._rest():
-                self._signal(self._rest(), number)
-                self._pump_until(lambda: not self._rest(), timeout_s=timeout_s)
+            if self._remaining_pids():
+                self._signal(self._remaining_pids(), number)
+                self._pump_until(lambda: not self._remaining_pids(), timeout_s=timeout_s)
         self._drain()
         if self._returncode is None:
             return 128 + signal.SIGKILL
@@ -158,7 +158,7 @@ class _Guard:
             return 128 - self._returncode
         return self._returncode
 
-    def _rest(self) -> list[int]:
+    def _remaining_pids(self) -> list[int]:
         """The processes that are left of the program's tree."""
         if _IS_LINUX:
             return descendants(os.getpid())

@@ -81,15 +81,15 @@ class Batch:
         device: torch.device,
     ) -> "Batch":
         """Return one of `num` parts of about equal size, on a device; from pinned memory without waiting for it."""
-        return self._each(
+        return self._map_fields(
             lambda field: field.tensor_split(num)[index].to(device, non_blocking=True)
         )
 
     def pinned(self) -> "Batch":
         """Return the batch in memory that a GPU reads by itself."""
-        return self._each(Tensor.pin_memory)
+        return self._map_fields(Tensor.pin_memory)
 
-    def _each(self, call: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map_fields(self, call: Callable[[Tensor], Tensor]) -> "Batch":
         fields = (
             self.x_0,
             self.eps,

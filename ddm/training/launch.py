@@ -52,7 +52,7 @@ _EXIT_S = 30.0
 _GUARD_GRACE_S = 0.0
 
 CommandCondition = Literal["running", "well", "badly", "unknown"]
-Verdict = Literal["wait", "ended", "lost"]
+StartVerdict = Literal["wait", "ended", "lost"]
 
 
 class LaunchCommand:
@@ -203,7 +203,7 @@ class StartStatus:
     is_local: bool
 
 
-def judge(status: StartStatus, settings: TrainingSettings) -> Verdict:
+def judge(status: StartStatus, settings: TrainingSettings) -> StartVerdict:
     """Say whether a start without a result continues, has ended, or was lost; in doubt it continues.
 
     Taking a living start for a dead one would begin a second one beside it; taking a dead one for a living one costs
@@ -363,7 +363,7 @@ class StartFollower:
             return asked_s >= _STOP_UNBEGUN_S
         return self._heartbeat.ended or asked_s >= _STOP_S
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: StartVerdict) -> None:
         """Raise what ended the start; return where another start may repair it."""
         failures = self.run.failures()
         self.command.end()

@@ -32,8 +32,8 @@ from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.objective import TrainingObjective
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
-from ddm.training.progress import PROGRESS_STEPS, Interval, Progress
-from ddm.training.saving import Agreement, CheckpointSchedule
+from ddm.training.progress import PROGRESS_STEPS, Progress, StepInterval
+from ddm.training.saving import CheckpointSchedule, ProcessAgreement
 from ddm.training.schedule import learning_rate
 from ddm.training.state import TrainingState
 
@@ -201,7 +201,7 @@ def _take_steps(
     num_steps = state.settings.num_steps
     steps_of_averages = kept_steps(state.settings)
     schedule = CheckpointSchedule(run.engine.checkpoint_s)
-    agreement = Agreement(process, run.should_stop, schedule)
+    agreement = ProcessAgreement(process, run.should_stop, schedule)
     started_at = time.monotonic()
     reported_at = started_at
     first_step = state.step
@@ -228,7 +228,7 @@ def _take_steps(
                 # Every process takes part in the sum of the loss; the first one reports it.
                 measured = state.measure()
                 now = time.monotonic()
-                interval = Interval(
+                interval = StepInterval(
                     num_steps=measured.num_steps,
                     loss=measured.loss,
                     learning_rate=learning_rate(state.settings, state.step - 1),

@@ -22,7 +22,7 @@ from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import Measure, Model, PositiveInt, Seconds, Time, now_utc
 from ddm.protocol.submission import MAX_LOSS
-from ddm.training.progress import PROGRESS_STEPS, Interval, Progress
+from ddm.training.progress import PROGRESS_STEPS, Progress, StepInterval
 
 METRICS_NAME = "metrics.jsonl"
 MAX_LINES = 1000
@@ -96,7 +96,7 @@ class MetricsRecorder:
     def __init__(self, path: Path, writers: Sequence[MetricsWriter] = ()) -> None:
         self._path = path
         self._writers = writers
-        self._intervals: list[Interval] = []
+        self._intervals: list[StepInterval] = []
         self._has_begun = False
 
     def report(self, progress: Progress) -> None:
@@ -185,7 +185,7 @@ def _parse(data: bytes) -> Iterator[StepMetrics]:
             yield metrics
 
 
-def _combine(progress: Progress, intervals: Sequence[Interval]) -> StepMetrics:
+def _combine(progress: Progress, intervals: Sequence[StepInterval]) -> StepMetrics:
     """Make one line of the intervals since the line before."""
     num_steps = sum(interval.num_steps for interval in intervals)
     seconds = sum(interval.seconds for interval in intervals)

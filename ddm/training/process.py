@@ -308,7 +308,7 @@ class _HeartbeatThread:
         with suppress(OSError):
             write_transient(heartbeat, self._run.heartbeat)
 
-    def _look(self) -> None:
+    def _check_stop(self) -> None:
         """Stop where the follower requests it, has begun another start, or has removed the folder."""
         launch = read_document(Launch, self._folder.launch)
         # A process that a person started follows no launch, and none takes its place.
@@ -317,11 +317,11 @@ class _HeartbeatThread:
             self._stop.set()
 
     def _keep(self) -> None:
-        """Write and look until the training is over."""
+        """Write, and check for a stop, until the training is over."""
         written_progress = self._progress
         written_at = time.monotonic()
         while not self._is_over.wait(_LOOK_S):
-            self._look()
+            self._check_stop()
             is_due = time.monotonic() - written_at >= _HEARTBEAT_S
             if is_due or self._progress is not written_progress:
                 written_progress = self._progress

@@ -7,7 +7,7 @@ PROGRESS_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Interval:
+class StepInterval:
     """Measurements over the steps since the previous report of the same process.
 
     Args:
@@ -47,4 +47,4 @@ class Progress:
     loss: float
     steps_per_second: float
     seconds: float
-    interval: Interval | None = None
+    interval: StepInterval | None = None

@@ -74,7 +74,7 @@ class AgreedAction:
     save: bool = False
 
 
-class Agreement:
+class ProcessAgreement:
     """Lets all processes of a run stop and save at the same steps.
 
     Args:

@@ -246,9 +246,9 @@ class TrainingState:
 
         All processes must call it together; it returns an empty mapping in all but the first.
         """
-        return self._with(self.ema)
+        return self._with_average(self.ema)
 
-    def _with(self, average: list[Tensor]) -> dict[str, Tensor]:
+    def _with_average(self, average: list[Tensor]) -> dict[str, Tensor]:
         state = dict(self.model.state_dict()) | dict(zip(self.named, average, strict=True))
         # Every process takes part in gathering sharded tensors, also those that keep nothing.
         whole_state = {
@@ -260,7 +260,7 @@ class TrainingState:
 
     def keep_averages(self, folder: FilePath) -> None:
         """Keep the averages from which others are found after the run, in the first process."""
-        averages = [self._with(average) for average in self.kept.values()]
+        averages = [self._with_average(average) for average in self.kept.values()]
         if self._is_first:
             keep(folder, self.step, averages)
 

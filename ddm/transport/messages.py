@@ -50,7 +50,7 @@ SiloState = Literal[
     "superseded",
 ]
 # Strict bounds, since sums of these numbers are used as sizes and offsets.
-NumBytes = Annotated[int, Field(ge=0, lt=2**50)]
+TransferBytes = Annotated[int, Field(ge=0, lt=2**50)]
 Sequence = Annotated[int, Field(ge=1, le=1_000_000)]
 Code = Annotated[int, Field(ge=0, le=255)]
 
@@ -59,7 +59,7 @@ class IndexEntry(Model):
     """One file of a bundle or a submission; bundles state the digest, submissions are signed inside."""
 
     path: RelativePath
-    num_bytes: NumBytes
+    num_bytes: TransferBytes
     digest: Digest | None = None
 
 
@@ -67,8 +67,8 @@ class Span(Model):
     """A byte range of one file, not empty unless the file is."""
 
     path: RelativePath
-    offset: NumBytes
-    num_bytes: NumBytes
+    offset: TransferBytes
+    num_bytes: TransferBytes
 
 
 Spans = Annotated[tuple[Span, ...], Field(max_length=MAX_SPANS)]
@@ -156,7 +156,7 @@ class StatusQuery(Model):
     plan_id: PlanId
     named: bool = True
     known: Status
-    max_bytes: NumBytes
+    max_bytes: TransferBytes
     received: Annotated[int, Field(ge=0, le=1_000_000)]
     wait_s: Annotated[int, Field(ge=0, le=MAX_WAIT_S)]
 

@@ -36,8 +36,10 @@ PRESETS = {
         channels=(32, 64, 128), attention=(False, False, False), latent_channels=4
     ),
 }
-KL_WEIGHT, ADVERSARIAL_WEIGHT = 1e-6, 0.1
-LEARNING_RATE, CRITIC_RATE = 1e-3, 5e-4
+KL_WEIGHT = 1e-6
+ADVERSARIAL_WEIGHT = 0.1
+LEARNING_RATE = 1e-3
+CRITIC_RATE = 5e-4
 HELD_OUT_SHARE = 0.1
 MOST_BYTES = 64 * 1024**3
 
@@ -48,7 +50,9 @@ class Run:
     def __init__(
         self, size: AutoencoderSize, shape: tuple[int, ...], *, steps: int, seed: int, critic: bool
     ) -> None:
-        self.seed, self.steps, self.step = seed, steps, 0
+        self.seed = seed
+        self.steps = steps
+        self.step = 0
         self.nets = {"autoencoder": build_autoencoder(size, shape, seed=seed)}
         if critic:
             self.nets["critic"] = build_critic(shape, seed)
@@ -105,7 +109,8 @@ class Run:
         """Train the critic to tell images from reconstructions; return the autoencoder's adversarial loss."""
         from monai.losses import PatchAdversarialLoss
 
-        critic, adversarial = self.nets["critic"], PatchAdversarialLoss(criterion="least_squares")
+        critic = self.nets["critic"]
+        adversarial = PatchAdversarialLoss(criterion="least_squares")
         of_real = adversarial(critic(real_B)[-1], target_is_real=True, for_discriminator=True)
         of_fake = adversarial(
             critic(fake_B.detach())[-1], target_is_real=False, for_discriminator=True
@@ -161,16 +166,19 @@ def train(
     images: Tensor, out: Path, preset: str, *, steps: int, batch: int, seed: int, every: int
 ) -> dict[str, float]:
     """Train, or resume training; write the weights and return the errors on held-out images."""
-    size, shape = PRESETS[preset], tuple(images.shape[1:])
+    size = PRESETS[preset]
+    shape = tuple(images.shape[1:])
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     num_held_out = max(1, int(HELD_OUT_SHARE * len(images)))
-    held_out, taught = images[order[:num_held_out]], images[order[num_held_out:]]
+    held_out = images[order[:num_held_out]]
+    taught = images[order[num_held_out:]]
     run = Run(size, shape, steps=steps, seed=seed, critic=preset != "small")
     checkpoint = out.with_name(f"{out.stem}.{preset}.{steps}.{batch}.{seed}.checkpoint.safetensors")
     if checkpoint.exists():
         run.load(checkpoint)
         print(f"going on from step {run.step}")
-    started, first = time.monotonic(), run.step
+    started = time.monotonic()
+    first = run.step
     while run.step < steps:
         error = run.learn(taught, batch)
         if run.step % every == 0 or run.step == steps:

@@ -24,10 +24,8 @@ from ddm.partition.clustering import Clusters
 
 BLOCK = 512
 # of KMeans.predict's speed: 3 is beyond what float32 products alone allow
-WITH_TILES, WITHOUT = (
-    3.0,
-    1.0,
-)
+WITH_TILES = 3.0
+WITHOUT = 1.0
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -58,7 +56,8 @@ def k_means_of(c_FD: Tensor) -> KMeans:
 
 def raised_mb(num: int, dim: int, centroids: int) -> float:
     """By how much assigning raises the peak memory of this process beyond features and result."""
-    features, clusters = torch.randn(num, dim), clusters_of(torch.randn(centroids, dim))
+    features = torch.randn(num, dim)
+    clusters = clusters_of(torch.randn(centroids, dim))
     clusters.assign(features[:BLOCK])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     clusters.assign(features)
@@ -69,13 +68,16 @@ def main() -> None:
     """Command line: --num N --dim D --centroids F --rounds R --quick --json --out FOLDER."""
     args = parse(__doc__, num=1_000_000, dim=384, centroids=1024, rounds=5)
     if args.quick:
-        args.num, args.rounds = args.num // 10, 2
+        args.num = args.num // 10
+        args.rounds = 2
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         sizes = [(num, args.dim, args.centroids) for num in (args.num // 4, args.num)]
         quarter_mb, whole_mb = pool.starmap(raised_mb, sizes, chunksize=1)
     torch.manual_seed(0)
-    x_ND, c_FD = torch.randn(args.num, args.dim), torch.randn(args.centroids, args.dim)
-    clusters, k_means = clusters_of(c_FD), k_means_of(c_FD)
+    x_ND = torch.randn(args.num, args.dim)
+    c_FD = torch.randn(args.centroids, args.dim)
+    clusters = clusters_of(c_FD)
+    k_means = k_means_of(c_FD)
     same = float(
         (clusters.assign(x_ND[:20_000]).numpy() == k_means.predict(x_ND[:20_000].numpy())).mean()
     )

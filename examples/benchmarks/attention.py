@@ -65,11 +65,11 @@ def main() -> None:
         (written_out, torch.float32),
     )
     for size in SIZES[: 2 if args.quick else None]:
-        found: list[list[float]] = [[] for _ in ways]
+        ratios_of_ways: list[list[float]] = [[] for _ in ways]
         for _ in range(args.rounds):
-            for ratios, (way, dtype) in zip(found, ways, strict=True):
+            for ratios, (way, dtype) in zip(ratios_of_ways, ways, strict=True):
                 ratios.append(seconds(fused, size, dtype) / seconds(way, size, dtype))
-        out, converted, full = (statistics.median(ratios) for ratios in found)
+        out, converted, full = (statistics.median(ratios) for ratios in ratios_of_ways)
         rows.append((*size, size[2] / size[3], out, converted, full))
         of_size = f"{size[2]} tokens, {size[3]} numbers a head: written out"
         say(

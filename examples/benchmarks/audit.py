@@ -25,7 +25,8 @@ from ddm.training.config import Engine
 from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
 
-HELD, MEMBERS = 300, 300
+HELD = 300
+MEMBERS = 300
 
 
 def main() -> None:
@@ -38,14 +39,16 @@ def main() -> None:
         "--side", type=int, default=8, help="side of the made-up grey images, in pixels"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    plan, device = small_plan((1, asked.side, asked.side), asked.steps), torch.device(asked.device)
+    plan = small_plan((1, arguments.side, arguments.side), arguments.steps)
+    device = torch.device(arguments.device)
     images = torch.from_numpy(
         np.random.default_rng(0).standard_normal((3000, *plan.expert_shape), dtype=np.float32)
     )
     effort = effort_of(plan.expert.training, HELD + MEMBERS, 10_000, trains_reference=True)
-    path, seconds = path_named(plan.objective.path), {}
+    path = path_named(plan.objective.path)
+    seconds = {}
 
     def trained(name: str, num_steps: int, learned: torch.Tensor) -> torch.nn.Module:
         recipe = plan.expert.training.model_copy(update={"num_steps": num_steps})
@@ -57,13 +60,13 @@ def main() -> None:
                 Examples(learned),
                 recipe,
                 TrainingObjective(path, plan.t_distribution),
-                TrainingRun(Path(folder), engine=Engine(device=asked.device)),
+                TrainingRun(Path(folder), engine=Engine(device=arguments.device)),
             )
         seconds[name] = time.monotonic() - started
         return network.eval().requires_grad_(False).to(device)
 
     experts = [
-        trained("training", asked.steps, images[HELD:]),
+        trained("training", arguments.steps, images[HELD:]),
         trained("reference", effort.reference_steps, images[HELD + MEMBERS :]),
         # From which weights a training starts does not change what it costs.
         *(
@@ -89,10 +92,10 @@ def main() -> None:
     whole = seconds.pop("training")
     print(effort)
     print(
-        f"{'training':16} {whole:8.1f} s, {asked.steps} steps of {plan.expert.training.batch_size} images"
+        f"{'training':16} {whole:8.1f} s, {arguments.steps} steps of {plan.expert.training.batch_size} images"
     )
-    for name, each in seconds.items():
-        print(f"{name:16} {each:8.1f} s")
+    for name, part_seconds in seconds.items():
+        print(f"{name:16} {part_seconds:8.1f} s")
     print(
         f"{'audit':16} {sum(seconds.values()):8.1f} s, {sum(seconds.values()) / whole:.1%} of the training"
     )

@@ -248,7 +248,7 @@ def drawings(samples: int, generator: np.random.Generator) -> Iterator[Drawing]:
                 )
 
 
-class Tally:
+class DetectionTally:
     """Counts of what was found, of how many, by name."""
 
     def __init__(self) -> None:
@@ -279,17 +279,17 @@ class Tally:
 
 def measure_recall(
     images: Sequence[Image.Image], detector: Detector, samples: int, seed: int
-) -> Tally:
+) -> DetectionTally:
     """Count what is found of texts that are drawn, by each property of the drawing."""
     generator = np.random.default_rng(seed)
-    tally = Tally()
+    tally = DetectionTally()
     for drawing in drawings(samples, generator):
         image = images[int(generator.integers(len(images)))]
         values = resized(image, drawing.side, generator)
         drawn = draw(values, drawing, made_text(drawing.kind, generator), generator)
         if drawn is None:
             continue
-        found = detector(np.asarray(drawn)[None])
+        has_text = detector(np.asarray(drawn)[None])
         names = (
             "all",
             f"{drawing.side} x {drawing.height}",
@@ -298,14 +298,14 @@ def measure_recall(
             drawing.place,
         )
         for name in (*names, drawing.font, f"side {drawing.side}", f"height {drawing.height}"):
-            tally.add(name, found)
+            tally.add(name, has_text)
     return tally
 
 
-def measure_alarms(images: Sequence[Image.Image], detector: Detector, seed: int) -> Tally:
+def measure_alarms(images: Sequence[Image.Image], detector: Detector, seed: int) -> DetectionTally:
     """Count alarms on images without added text, and with one letter that marks a side of the body."""
     generator = np.random.default_rng(seed)
-    tally = Tally()
+    tally = DetectionTally()
     for side in SIDES:
         for image in images:
             values = resized(image, side, generator)

@@ -50,7 +50,9 @@ from silo.privacy.statistics import draw_statistic
 from silo.setup import SiteSetup, init_site, make_card, read_invitation
 from silo.worker.stages import assign_images, read_assignment
 
-SHAPE, STEPS, NUM_PUBLIC = (4, 32, 32), 50, 2048
+SHAPE = (4, 32, 32)
+STEPS = 50
+NUM_PUBLIC = 2048
 BLOCK = 8192  # latents that are made at a time
 TARGET_GIB = 1.5
 PASSPHRASE = b"of a benchmark"
@@ -119,7 +121,8 @@ def write_data(path: Path, num: int) -> None:
 
 def make_plan(folder: Path, num: int) -> None:
     """Draft the plan of a federation of one silo that brings so many."""
-    federation, site = Federation(folder / "fed"), Site(folder / "site")
+    federation = Federation(folder / "fed")
+    site = Site(folder / "site")
     init_federation(
         federation,
         FederationSettings(name="bench", host="127.0.0.1", port=9092, licence="CC-BY-4.0"),
@@ -161,19 +164,23 @@ def stages(folder: Path) -> None:
     """In a process of its own: print for each stage its seconds, processor seconds and the peaks so far, as JSON."""
     torch.set_num_threads(1)
     plan = Plan.parse((folder / "plan.json").read_bytes(), subject="plan.json")
-    files, private = PlanFiles.load(plan, folder / "plan"), folder / "private"
+    files = PlanFiles.load(plan, folder / "plan")
+    private = folder / "private"
     private.mkdir()
     (watch := Watch()).start()
 
     def stage(name: str, work: Callable[[], T]) -> T:
-        wall, processor = time.perf_counter(), time.process_time()
-        found = work()
+        wall = time.perf_counter()
+        processor = time.process_time()
+        result = work()
         seconds = time.perf_counter() - wall, time.process_time() - processor
         print(
-            json.dumps([name, *(round(each, 1) for each in seconds), status("VmHWM"), watch.most]),
+            json.dumps(
+                [name, *(round(duration, 1) for duration in seconds), status("VmHWM"), watch.most]
+            ),
             flush=True,
         )
-        return found
+        return result
 
     cohort = stage(
         "scan",

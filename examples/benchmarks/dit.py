@@ -31,12 +31,12 @@ def models(
     architecture: Dit, shape: tuple[int, int, int], device: str, dtype: torch.dtype
 ) -> dict[str, nn.Module]:
     """Ours and the peers."""
-    found = {
+    networks = {
         "ours": build_expert(architecture, shape, condition=CONDITION),
         "diffusers": diffusers_dit(architecture, shape),
         "timm": reference_dit(architecture, shape),
     }
-    return {name: model.to(device, dtype) for name, model in found.items() if model is not None}
+    return {name: model.to(device, dtype) for name, model in networks.items() if model is not None}
 
 
 def forward(model: nn.Module, batch: Batch) -> Callable[[], None]:
@@ -100,15 +100,16 @@ def main() -> None:
         torch.rand(size, device=device).to(dtype),
         torch.arange(size, device=device) % NUM_CLASSES,
     )
-    found = models(architecture, shape, device, dtype)
-    for name, model in found.items():
+    networks = models(architecture, shape, device, dtype)
+    for name, model in networks.items():
         say(f"{name}: {num_parameters(model) / 1e6:.2f}M parameters")
     kinds = ("eager", "compiled") if device == "cuda" else ("eager",)
     tokens = (shape[1] // architecture.patch) * (shape[2] // architecture.patch)
-    rows, targets = [], []
+    rows = []
+    targets = []
     for kind in kinds:
         called: dict[str, Any] = {
-            n: m if kind == "eager" else torch.compile(m) for n, m in found.items()
+            n: m if kind == "eager" else torch.compile(m) for n, m in networks.items()
         }
         for what, make in (("forward", forward), ("training step", training_step)):
             works = {name: make(model, batch) for name, model in called.items()}
@@ -141,13 +142,13 @@ def _targets(
     """What is to be reached, from the seconds of each round; `share` is our operations over those of `matmul`."""
     peer = {("cpu", "eager"): 1.05, ("cuda", "eager"): 1.3, ("cuda", "compiled"): 1.0}[device, kind]
     names = [name for name in ("diffusers", "timm") if name in measured[0]]
-    found = [
+    peer_targets = [
         Target(f"DiT {what}, {kind}, against {n}", [one[n] / one["ours"] for one in measured], peer)
         for n in names
     ]
     bound = 0.85 if device == "cpu" else 0.5
     rates = [share * one["matmul"] / one["ours"] for one in measured]
-    return [*found, Target(f"DiT {what}, {kind}, share of the matmul rate", rates, bound)]
+    return [*peer_targets, Target(f"DiT {what}, {kind}, share of the matmul rate", rates, bound)]
 
 
 if __name__ == "__main__":

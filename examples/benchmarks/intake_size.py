@@ -30,14 +30,16 @@ def take_in(
 ) -> list[tuple[str, str, int, float]]:
     """Peak memory and processor time of every process while so many silos send an expert of that size."""
     shutil.rmtree(work, ignore_errors=True)
-    architecture, name = ARCHITECTURES[size], f"{num_silos} x {size}"
+    architecture = ARCHITECTURES[size]
+    name = f"{num_silos} x {size}"
     made = MadeUp.create(work, num_silos, architecture)
     for number, silo_id in enumerate(made.sites):
         say(f"{name}: {silo_id} makes its expert")
         made.answer(
             silo_id, partial(write_expert, architecture=architecture, seed=number, sparse=sparse)
         )
-    plan_id, fed = made.plan.plan_id, made.federation
+    plan_id = made.plan.plan_id
+    fed = made.federation
     answers = [
         [fed.receipts / plan_id / s / "1.json", fed.path / "quarantine" / plan_id / s / "1"]
         for s in made.sites
@@ -63,7 +65,8 @@ def take_in(
         Processes() as processes,
         running(fed.path, sites, made.node_keys(), plan_id=plan_id, **settings) as wait,
     ):
-        before, started = processes.cpu_s(), time.monotonic()
+        before = processes.cpu_s()
+        started = time.monotonic()
         wait(finished, TIMEOUT_S)
         seconds = time.monotonic() - started
         rows = processes.rows(name, before)

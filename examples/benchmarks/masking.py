@@ -26,14 +26,16 @@ from ddm.protocol.learning import Training
 ARCHITECTURE = Dit(patch=4, hidden=96, depth=4, heads=4)
 SIDE = 32
 SHAPE = (3, SIDE, SIDE)
-NUM_IMAGES, NUM_HELD_OUT = 2000, 200
+NUM_IMAGES = 2000
+NUM_HELD_OUT = 200
 FACTORS = (1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.6, 2.0)
 TIMED_STEPS = 10
 
 
 def crops(num: int, seed: int, *, held_out: bool) -> Tensor:
     """Cut squares out of both photographs in turn, values in [-1, 1], shape (N, 3, 32, 32)."""
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    squares = []
     photos = [
         torch.from_numpy(photo.copy()).permute(2, 0, 1) / 127.5 - 1
         for photo in load_sample_images().images
@@ -45,8 +47,8 @@ def crops(num: int, seed: int, *, held_out: bool) -> Tensor:
         low, high = (border, width - SIDE) if held_out else (0, border - SIDE)
         y = int(torch.randint(0, height - SIDE, (1,), generator=generator))
         x = int(torch.randint(low, high, (1,), generator=generator))
-        found.append(photo[:, y : y + SIDE, x : x + SIDE])
-    return torch.stack(found).float()
+        squares.append(photo[:, y : y + SIDE, x : x + SIDE])
+    return torch.stack(squares).float()
 
 
 def recipe(num_steps: int, mask_ratio: float, unmasked_share: float) -> Training:
@@ -72,7 +74,8 @@ def held_out_loss(weights: Mapping[str, Tensor], images: Tensor) -> float:
     """Mean squared error of the velocity, all tokens seen, over times and noise that are the same at every call."""
     expert = build_expert(ARCHITECTURE, SHAPE)
     expert.load_state_dict(dict(weights))
-    generator, path = torch.Generator().manual_seed(0), LinearPath()
+    generator = torch.Generator().manual_seed(0)
+    path = LinearPath()
     x_0 = images.repeat(4, 1, 1, 1)
     eps = torch.randn(x_0.shape, generator=generator)
     t_B = (torch.arange(len(x_0)) + 0.5) / len(x_0)
@@ -101,9 +104,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    images, held_out = crops(NUM_IMAGES, 0, held_out=False), crops(NUM_HELD_OUT, 1, held_out=True)
+    images = crops(NUM_IMAGES, 0, held_out=False)
+    held_out = crops(NUM_HELD_OUT, 1, held_out=True)
     num_steps = 20 if arguments.quick else arguments.steps
-    ratio, share = arguments.mask_ratio, arguments.unmasked_share
+    ratio = arguments.mask_ratio
+    share = arguments.unmasked_share
     goal = held_out_loss(trained(images, recipe(num_steps, 0.0, share))[0], held_out)
     print(f"whole: {num_steps} steps, held-out loss {goal:.4f}", flush=True)
     for factor in FACTORS:
@@ -114,7 +119,8 @@ def main() -> None:
             break
     speed = []
     for _ in range(arguments.rounds):
-        whole_s, masked_s = seconds_per_step(images, 0.0), seconds_per_step(images, ratio)
+        whole_s = seconds_per_step(images, 0.0)
+        masked_s = seconds_per_step(images, ratio)
         speed.append(
             num_steps * whole_s / (masked_steps * ((1 - share) * masked_s + share * whole_s))
         )

@@ -35,7 +35,8 @@ from ddm.sampling.expert_cache import LazyExperts
 
 NUM_EXPERTS = 8
 BUDGET = 2
-MEMORY_TARGET, TIME_TARGET = 2.2, 1.1
+MEMORY_TARGET = 2.2
+TIME_TARGET = 1.1
 
 
 def listed(folder: Path, k: int) -> File:
@@ -67,13 +68,14 @@ def draw(folder: Path, size: str, num_experts: int, budget: int) -> None:
 def peak(folder: Path, size: str, num_experts: int, budget: int) -> int:
     """The peak of `draw`, bytes."""
     command = [sys.executable, __file__, "--draw", str(folder), size, str(num_experts), str(budget)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(json.loads(done.stdout))
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(json.loads(completed.stdout))
 
 
 def load_times(folder: Path, architecture: Dit, turn: int) -> dict[str, tuple[float, float]]:
     """Wall and processor seconds to load one expert our way, by safetensors alone, and to hash its file."""
-    file, path = listed(folder, 0), folder / "0.safetensors"
+    file = listed(folder, 0)
+    path = folder / "0.safetensors"
 
     def hashed() -> str:
         with path.open("rb") as handle:
@@ -89,14 +91,15 @@ def load_times(folder: Path, architecture: Dit, turn: int) -> dict[str, tuple[fl
         ),
         ("hashing", hashed),
     ]
-    found = {}
+    times = {}
     for name, work in works[turn % 3 :] + works[: turn % 3]:
-        wall, processor = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        processor = time.process_time()
         result = work()
-        found[name] = (time.perf_counter() - wall, time.process_time() - processor)
+        times[name] = (time.perf_counter() - wall, time.process_time() - processor)
         del result
         gc.collect()
-    return found
+    return times
 
 
 def of_bound(times: dict[str, tuple[float, float]], clock: int) -> float:
@@ -122,7 +125,8 @@ def main() -> None:
     folder = arguments.work / "memory"
     for k in range(NUM_EXPERTS):
         write_expert(folder / f"{k}.safetensors", architecture, seed=k)
-    alone, eight = peak(folder, size, 1, 1), peak(folder, size, NUM_EXPERTS, BUDGET)
+    alone = peak(folder, size, 1, 1)
+    eight = peak(folder, size, NUM_EXPERTS, BUDGET)
     experts = 1 + (eight - alone) / one
     say(
         f"one expert {alone >> 20} MiB, eight within two {eight >> 20} MiB: {experts:.2f} experts and the rest"

@@ -78,7 +78,9 @@ def hash_into_memory(folder: Path) -> None:
     """Read every file into memory of its own, and hash it there, a block at a time."""
     kept = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        memory, digest, start = mmap.mmap(-1, path.stat().st_size), hashlib.sha256(), 0
+        memory = mmap.mmap(-1, path.stat().st_size)
+        digest = hashlib.sha256()
+        start = 0
         with path.open("rb", buffering=0) as handle, memoryview(memory) as view:
             while size := handle.readinto(view[start : start + 2**20]):
                 digest.update(view[start : start + size])
@@ -88,12 +90,13 @@ def hash_into_memory(folder: Path) -> None:
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
     """Wall and processor seconds of some work; what it returns is thrown away after the clock stopped."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     result = work()
-    found = (time.perf_counter() - wall, time.process_time() - cpu)
+    elapsed = (time.perf_counter() - wall, time.process_time() - cpu)
     del result
     gc.collect()
-    return found
+    return elapsed
 
 
 def main() -> None:
@@ -109,7 +112,8 @@ def main() -> None:
     release, root = make_release(work, architecture)
     rows = []
     for number in range(arguments.rounds + 1):
-        hashed, kept = timed(lambda: hash_files(release)), timed(lambda: hash_into_memory(release))
+        hashed = timed(lambda: hash_files(release))
+        kept = timed(lambda: hash_into_memory(release))
         opened = timed(lambda: open_ensemble(release, root=root, state=work / "state"))
         say(
             f"hashed in {hashed[0]:.1f} s, into memory in {kept[0]:.1f} s, verified and opened in {opened[0]:.1f} s"

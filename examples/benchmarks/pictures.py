@@ -26,7 +26,10 @@ from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.data.first_look import look_at
 from silo.images.source import FOLDER, ImageSource
 
-FILES, BLOCK_BYTES, BATCH, BATCHES = 8, 1 << 24, 64, 200
+FILES = 8
+BLOCK_BYTES = 1 << 24
+BATCH = 64
+BATCHES = 200
 TARGET_GIB = 1.5
 T = TypeVar("T")
 
@@ -34,7 +37,8 @@ T = TypeVar("T")
 def write_data(folder: Path, num: int, side: int) -> None:
     """Write smooth pictures with noise, each unlike all others, into a few files."""
     folder.mkdir(parents=True)
-    rng, rows = np.random.default_rng(0), max(1, BLOCK_BYTES // side**2)
+    rng = np.random.default_rng(0)
+    rows = max(1, BLOCK_BYTES // side**2)
     y, x = np.mgrid[:side, :side] / side
     for file in range(FILES):
         count = (num * (file + 1)) // FILES - (num * file) // FILES
@@ -60,9 +64,9 @@ def stages(folder: Path, side: int) -> None:
 
     def stage(name: str, work: Callable[[], T]) -> T:
         wall = time.perf_counter()
-        found = work()
+        result = work()
         print(json.dumps([name, round(time.perf_counter() - wall, 1)]), flush=True)
-        return found
+        return result
 
     def load() -> Cohort:
         request = CohortRequest(data=spec, min_images=1, unit="image", transform=transform)
@@ -87,7 +91,8 @@ def stages(folder: Path, side: int) -> None:
 
 def measure(work: Path, num: int, side: int) -> list[tuple[object, ...]]:
     """Return a row for each process: its peak; and each stage's seconds."""
-    folder, rows = work / f"pictures-{side}", list[tuple[object, ...]]()
+    folder = work / f"pictures-{side}"
+    rows = list[tuple[object, ...]]()
     shutil.rmtree(folder, ignore_errors=True)
     try:
         say(f"writing {num} pictures of {side} x {side}")
@@ -125,15 +130,18 @@ def main() -> None:
     if arguments.quick:
         sizes = {64: 4000, 512: 80}
     require_space(arguments.work, max(2 * num * side**2 for side, num in sizes.items()))
-    rows, targets = list[tuple[object, ...]](), list[Target]()
+    rows = list[tuple[object, ...]]()
+    targets = list[Target]()
     for side, num in sizes.items():
-        found = measure(arguments.work, num, side) if num else []
+        measurements = measure(arguments.work, num, side) if num else []
         gib = [
-            float(str(value)) / 1024 for _, _, what, value in found if str(what).startswith("peak")
+            float(str(value)) / 1024
+            for _, _, what, value in measurements
+            if str(what).startswith("peak")
         ]
         figure = f"largest peak of a process, {num} pictures of {side} x {side}, GiB"
         targets += [Target(figure, [max(gib)], TARGET_GIB, at_least=False)] if gib else []
-        rows += found
+        rows += measurements
     report("pictures", ("pictures", "side", "what", "value"), rows, arguments)
     report_targets("pictures", targets, arguments)
 

@@ -61,16 +61,16 @@ def by_loop(
     gradients, losses = zip(
         *[unit_gradient(loss, weights, UnitSamples(*unit)) for unit in units], strict=True
     )
-    return {name: torch.stack([each[name] for each in gradients]) for name in weights}, torch.stack(
-        losses
-    )
+    return {
+        name: torch.stack([gradient[name] for gradient in gradients]) for name in weights
+    }, torch.stack(losses)
 
 
 def by_plain(
     loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples
 ) -> tuple[Named, Tensor]:
     """Return the gradient of all units together."""
-    loss_B = loss.of_samples(weights, [each.flatten(0, 1) for each in batch.fields])
+    loss_B = loss.of_samples(weights, [field.flatten(0, 1) for field in batch.fields])
     gradients = torch.autograd.grad(
         loss_B.view(len(batch), -1).mean(1).sum(), list(weights.values())
     )
@@ -96,12 +96,14 @@ def by_hooks(
         return hook
 
     layers = {
-        name: each for name, each in loss.model.named_modules() if isinstance(each, LoraLinear)
+        name: module
+        for name, module in loss.model.named_modules()
+        if isinstance(module, LoraLinear)
     }
     handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
     frozen = {name: value.detach() for name, value in weights.items()}
     try:
-        loss_B = loss.of_samples(frozen, [each.flatten(0, 1) for each in batch.fields])
+        loss_B = loss.of_samples(frozen, [field.flatten(0, 1) for field in batch.fields])
     finally:
         for handle in handles:
             handle.remove()
@@ -112,16 +114,16 @@ def by_hooks(
             strict=True,
         )
     )
-    found: Named = {}
+    weight_gradients: Named = {}
     for name, layer in layers.items():
         x_UTI = inputs[name].reshape(len(batch), -1, inputs[name].shape[-1])
         g_UTO = layer.scale * gradients[name].reshape(len(batch), -1, gradients[name].shape[-1])
-        found[f"{name}.down_RI"] = torch.einsum(
+        weight_gradients[f"{name}.down_RI"] = torch.einsum(
             "uto,or,uti->uri", g_UTO, frozen[f"{name}.up_OR"], x_UTI
         )
         h_UTR = x_UTI @ frozen[f"{name}.down_RI"].T
-        found[f"{name}.up_OR"] = torch.einsum("uto,utr->uor", g_UTO, h_UTR)
-    return {name: found[name] for name in weights}, loss_B.detach()
+        weight_gradients[f"{name}.up_OR"] = torch.einsum("uto,utr->uor", g_UTO, h_UTR)
+    return {name: weight_gradients[name] for name in weights}, loss_B.detach()
 
 
 def by_vmap(
@@ -149,16 +151,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--images", type=Path, help="npy of 28 x 28 images; default: random images")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    device, random = torch.device(asked.device), np.random.default_rng(0)
-    given = (
-        np.load(asked.images, mmap_mode="r")
-        if asked.images
+    device = torch.device(arguments.device)
+    random = np.random.default_rng(0)
+    raw_images = (
+        np.load(arguments.images, mmap_mode="r")
+        if arguments.images
         else random.standard_normal((512, 28, 28))
     )
-    images = torch.from_numpy(np.asarray(given[:512], dtype=np.float32)).reshape(-1, *SHAPE)
-    images = images / 127.5 - 1 if asked.images else images
+    images = torch.from_numpy(np.asarray(raw_images[:512], dtype=np.float32)).reshape(-1, *SHAPE)
+    images = images / 127.5 - 1 if arguments.images else images
     for kind, architecture in ARCHITECTURES.items():
         for adaptation in (LoraAdaptation(rank=4, alpha=4.0), FullAdaptation()):
             for num, samples in ((32, 2), (16, 8)):
@@ -167,7 +170,7 @@ def main() -> None:
                 )
                 print(
                     json.dumps(
-                        timed(kind, adaptation.kind, model, images, num, samples, asked.repeats)
+                        timed(kind, adaptation.kind, model, images, num, samples, arguments.repeats)
                     ),
                     flush=True,
                 )
@@ -204,17 +207,18 @@ def timed(
             start = clock()
             gradients, _ = way(loss, named, batch)
             if name != "plain":
-                for each in vmap(lambda unit: clipped(unit, 1.0))(gradients).values():
-                    each.sum(0, dtype=torch.float64)
+                for gradient in vmap(lambda unit: clipped(unit, 1.0))(gradients).values():
+                    gradient.sum(0, dtype=torch.float64)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if repeat:  # the first warms up
                 seconds[name].append(clock() - start)
     ratios = {
         name: round(
-            statistics.median(a / b for a, b in zip(each, seconds["plain"], strict=True)), 2
+            statistics.median(a / b for a, b in zip(seconds_of_way, seconds["plain"], strict=True)),
+            2,
         )
-        for name, each in seconds.items()
+        for name, seconds_of_way in seconds.items()
     }
     weights = sum(value.numel() for value in named.values())
     case = {

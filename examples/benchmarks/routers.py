@@ -59,10 +59,14 @@ from ddm.routers.sketch import Sketch
 NUMBERS = (8, 64, 256)
 SHAPE = (1, 16, 16)
 ARCHITECTURE = Dit(patch=2, hidden=64, depth=3, heads=4)
-RANK, NUM_GROUPS, BATCH = 32, 128, 64
+RANK = 32
+NUM_GROUPS = 128
+BATCH = 64
 # Routers that are trained: shape of an image, width, depth, heads, batch.
 TRAINED = {"tiny": ((1, 16, 16), 64, 3, 4, 64), "small": ((3, 32, 32), 256, 4, 4, 8)}
-IMAGES_EACH, NUM_JUDGED, STEPS = 12, 48, 2
+IMAGES_EACH = 12
+NUM_JUDGED = 48
+STEPS = 2
 PASSPHRASE = b"benchmark"
 
 
@@ -70,10 +74,8 @@ def routers(num: int) -> dict[str, Router]:
     """A router of each family for so many experts, on one sketch, with random contents."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(8 * NUM_GROUPS, *SHAPE, generator=generator)
-    sketch, path = (
-        Sketch.fit(images, torch.arange(len(images)) % NUM_GROUPS, RANK, NUM_GROUPS),
-        LinearPath(),
-    )
+    sketch = Sketch.fit(images, torch.arange(len(images)) % NUM_GROUPS, RANK, NUM_GROUPS)
+    path = LinearPath()
     mass_KG = torch.rand(num, NUM_GROUPS, generator=generator, dtype=torch.float64)
     counts = CountsRouter(sketch, (mass_KG / mass_KG.sum(1, keepdim=True)).log(), path)
     residual = Residual(sketch, num, 128, 3, path)
@@ -101,7 +103,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 def per_call(work: Callable[[], object], least_s: float = 0.02) -> float:
     """Processor seconds of one call, of as many calls as take long enough to be timed."""
-    num, spent = 0, 0.0
+    num = 0
+    spent = 0.0
     while spent < least_s:
         spent += seconds(work)
         num += 1
@@ -127,7 +130,8 @@ def _status(name: str) -> int:
 
 def evaluations(numbers: tuple[int, ...], rounds: int) -> list[tuple[object, ...]]:
     """Time each router on a batch beside an expert on the same batch."""
-    x, t = torch.randn(BATCH, *SHAPE), torch.rand(BATCH)
+    x = torch.randn(BATCH, *SHAPE)
+    t = torch.rand(BATCH)
     expert = build_expert(ARCHITECTURE, SHAPE).eval().requires_grad_(False)
     built = {num: routers(num) for num in numbers}
     ratios: dict[tuple[str, int], list[float]] = {}
@@ -194,7 +198,8 @@ def make_release(work: Path, num: int) -> tuple[Path, bytes]:
     )
     islands = Islands(work / "run")
     for number in range(num):
-        folder, name = islands.island(number), islands.split.islands[number].island_id
+        folder = islands.island(number)
+        name = islands.split.islands[number].island_id
         save_tensors(folder.expert, build_expert(ARCHITECTURE, SHAPE, seed=number).state_dict())
         record = TrainedIsland(
             plan_id=islands.plan.plan_id,
@@ -222,7 +227,7 @@ def openings(numbers: tuple[int, ...], rounds: int, work: Path) -> list[tuple[ob
     for num in numbers:
         say(f"makes a release of {num} experts")
         made[num] = make_release(work / str(num), num)
-    found: dict[int, list[tuple[float, float]]] = {num: [] for num in numbers}
+    timings: dict[int, list[tuple[float, float]]] = {num: [] for num in numbers}
     for number in range(rounds + 1):
         for num, (release, root) in made.items():
             hashed = seconds(partial(hash_files, release))
@@ -231,9 +236,9 @@ def openings(numbers: tuple[int, ...], rounds: int, work: Path) -> list[tuple[ob
             )
             say(f"{num} experts: hashed in {hashed:.3f} s, opened in {opened:.3f} s")
             if number:
-                found[num].append((opened, hashed))
+                timings[num].append((opened, hashed))
     rows: list[tuple[object, ...]] = []
-    for num, pairs in found.items():
+    for num, pairs in timings.items():
         release, root = made[num]
         files = [path.stat().st_size for path in release.rglob("*") if path.is_file()]
         opened_s = statistics.median(pair[0] for pair in pairs)
@@ -270,7 +275,7 @@ def draws(
         build_expert(ARCHITECTURE, SHAPE, seed=k).eval().requires_grad_(False)
         for k in range(max(numbers))
     ]
-    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    timings: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
         for num in numbers:
             ensemble = Ensemble(experts[:num], None, [1.0] * num, SHAPE)
@@ -279,7 +284,7 @@ def draws(
                 euler = SamplingOptions(solver="euler")
                 own = seconds(partial(ensemble.sample, drawn, steps=STEPS, options=euler))
                 if number:
-                    found.setdefault((num, drawn), []).append((drawn / own, alone / own))
+                    timings.setdefault((num, drawn), []).append((drawn / own, alone / own))
     return [
         (
             num,
@@ -287,7 +292,7 @@ def draws(
             round(drawn / num, 1),
             *(round(statistics.median(p[i] for p in pairs), 3) for i in (0, 1)),
         )
-        for (num, drawn), pairs in found.items()
+        for (num, drawn), pairs in timings.items()
     ]
 
 
@@ -299,9 +304,9 @@ def trainings(rounds: int, num_steps: int) -> list[tuple[object, ...]]:
         centres = 2 * torch.rand(4, 1, *shape, generator=generator) - 1
         images = Labelled.drawn(centres + 0.5 * torch.randn(4, 32, *shape, generator=generator))
         sizes = {"patch": 2, "hidden": hidden, "depth": depth, "heads": heads, "batch_size": batch}
-        found: dict[str, list[tuple[float, float]]] = {"fp32": [], "bf16": []}
+        runs: dict[str, list[tuple[float, float]]] = {"fp32": [], "bf16": []}
         for number in range(rounds + 1):
-            for precision, figures in found.items():
+            for precision, figures in runs.items():
                 settings = SamplesSettings.model_validate(
                     {**sizes, "num_steps": num_steps, "precision": precision}
                 )
@@ -314,14 +319,14 @@ def trainings(rounds: int, num_steps: int) -> list[tuple[object, ...]]:
                 say(f"{name} in {precision}: {took:.2f} s, loss {min(losses):.4f}")
                 if number:
                     figures.append((took, min(losses)))
-        pairs = list(zip(found["fp32"], found["bf16"], strict=True))
+        pairs = list(zip(runs["fp32"], runs["bf16"], strict=True))
         ratio = statistics.median(full[0] / lower[0] for full, lower in pairs)
         rows.append(
             (
                 name,
                 num_steps,
                 round(ratio, 2),
-                *(round(found[each][0][1], 4) for each in ("fp32", "bf16")),
+                *(round(runs[precision_name][0][1], 4) for precision_name in ("fp32", "bf16")),
             )
         )
     return rows
@@ -333,7 +338,8 @@ def main() -> None:
     numbers, images = ((8, 16), (16, 32)) if arguments.quick else (NUMBERS, (256, 1024))
     torch.set_num_threads(1)
     say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
-    parts, rounds = arguments.parts.split(","), arguments.rounds
+    parts = arguments.parts.split(",")
+    rounds = arguments.rounds
     if "evaluation" in parts:
         header: tuple[str, ...] = (
             "router",

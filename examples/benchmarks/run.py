@@ -38,9 +38,11 @@ def main() -> int:
         started = time.monotonic()
         print(f"== {name}", flush=True)
         command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(arguments.out)]
-        done = subprocess.run([*command, *(["--quick"] if arguments.quick else [])], check=False)
+        completed = subprocess.run(
+            [*command, *(["--quick"] if arguments.quick else [])], check=False
+        )
         print(f"== {name}: {time.monotonic() - started:.0f} s\n", flush=True)
-        if done.returncode:
+        if completed.returncode:
             failed.append(name)
     rows = []
     for path in sorted(folder.glob("*.csv")):

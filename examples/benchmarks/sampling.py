@@ -28,7 +28,8 @@ EULER = SamplingOptions(solver="euler")
 NUM_EXPERTS = 8
 SHAPE = (1, 16, 16)
 ARCHITECTURE = Dit(patch=2, hidden=192, depth=6, heads=6)
-RANK, NUM_GROUPS = 32, 128
+RANK = 32
+NUM_GROUPS = 128
 TARGET = 0.95
 
 

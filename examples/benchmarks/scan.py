@@ -40,34 +40,35 @@ def make_small(folder: Path, num: int) -> None:
 
 def make_dicom(folder: Path, num: int, *, packed: bool) -> None:
     """Write CT images of 512 x 512 values of 12 bits, uncompressed or in RLE."""
-    generator, rows = np.random.default_rng(0), np.mgrid[:512, :512]
+    generator = np.random.default_rng(0)
+    rows = np.mgrid[:512, :512]
     for number in range(num):
         centre = generator.uniform(200, 312, 2)
         disc = 2000 * np.exp(-((rows[0] - centre[0]) ** 2 + (rows[1] - centre[1]) ** 2) / 2e4)
         values = (disc + generator.normal(0, 20, disc.shape) + 100).clip(0, 4095).astype(np.uint16)
         meta = FileMetaDataset()
-        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = (
-            ExplicitVRLittleEndian,
-            CTImageStorage,
-        )
+        meta.TransferSyntaxUID = ExplicitVRLittleEndian
+        meta.MediaStorageSOPClassUID = CTImageStorage
         meta.MediaStorageSOPInstanceUID = generate_uid(entropy_srcs=[str(number)])
         tags = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
-        tags.SOPClassUID, tags.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
-        tags.PatientID, tags.Modality, tags.PixelSpacing = f"{number // 10:05d}", "CT", [0.7, 0.7]
+        tags.SOPClassUID = CTImageStorage
+        tags.SOPInstanceUID = meta.MediaStorageSOPInstanceUID
+        tags.PatientID = f"{number // 10:05d}"
+        tags.Modality = "CT"
+        tags.PixelSpacing = [0.7, 0.7]
         tags.BodyPartExamined = "CHEST"
-        tags.Rows, tags.Columns, tags.SamplesPerPixel, tags.PhotometricInterpretation = (
-            512,
-            512,
-            1,
-            "MONOCHROME2",
-        )
-        tags.BitsAllocated, tags.BitsStored, tags.HighBit, tags.PixelRepresentation = 16, 12, 11, 0
-        tags.RescaleSlope, tags.RescaleIntercept, tags.WindowCenter, tags.WindowWidth = (
-            1,
-            -1024,
-            40,
-            400,
-        )
+        tags.Rows = 512
+        tags.Columns = 512
+        tags.SamplesPerPixel = 1
+        tags.PhotometricInterpretation = "MONOCHROME2"
+        tags.BitsAllocated = 16
+        tags.BitsStored = 12
+        tags.HighBit = 11
+        tags.PixelRepresentation = 0
+        tags.RescaleSlope = 1
+        tags.RescaleIntercept = -1024
+        tags.WindowCenter = 40
+        tags.WindowWidth = 400
         tags.PixelData = values.tobytes()
         if packed:
             tags.compress(RLELossless, values, generate_instance_uid=False)
@@ -82,7 +83,7 @@ def decode_alone(paths: list[Path]) -> int:
 
 
 @dataclass(frozen=True)
-class Cost:
+class ScanCost:
     """What something took: seconds on the clock, and of the processor in all processes."""
 
     clock_s: float
@@ -92,11 +93,12 @@ class Cost:
         return f"{self.clock_s:.1f} s, {self.processor_s:.1f} s of processors"
 
 
-def cost_of(work: Callable[[], object]) -> Cost:
+def cost_of(work: Callable[[], object]) -> ScanCost:
     """Run something that ends the processes that it starts."""
-    begun, before = time.perf_counter(), sum(os.times()[:4])
+    begun = time.perf_counter()
+    before = sum(os.times()[:4])
     work()
-    return Cost(time.perf_counter() - begun, sum(os.times()[:4]) - before)
+    return ScanCost(time.perf_counter() - begun, sum(os.times()[:4]) - before)
 
 
 def alone(folder: Path, processes: int) -> None:
@@ -108,9 +110,9 @@ def alone(folder: Path, processes: int) -> None:
 
 def scanned(data: Path, private: Path, processes: int, num: int) -> None:
     """Scan images, all of which are to be accepted."""
-    found = scan(ImageSource(data, private, ImagesSettings(processes=processes)))
-    if found.accepted != num:
-        raise SystemExit(f"{found.accepted} of {num} accepted: {dict(found.reasons)}")
+    summary = scan(ImageSource(data, private, ImagesSettings(processes=processes)))
+    if summary.accepted != num:
+        raise SystemExit(f"{summary.accepted} of {num} accepted: {dict(summary.reasons)}")
 
 
 def main() -> None:
@@ -125,43 +127,44 @@ def main() -> None:
         help="number of rounds over the DICOM files, each with and without the scan",
     )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind in ("small", "native", "rle"):
             (folder / kind).mkdir()
-        if asked.small:
-            make_small(folder / "small", asked.small)
+        if arguments.small:
+            make_small(folder / "small", arguments.small)
             for title in ("first", "second"):
                 cost = cost_of(
                     partial(
                         scanned,
                         folder / "small",
                         folder / "private-small",
-                        asked.processes,
-                        asked.small,
+                        arguments.processes,
+                        arguments.small,
                     )
                 )
-                print(f"{title} scan of {asked.small} PNG of 28 x 28: {cost}")
-        for kind in ("native", "rle") if asked.dicom else ():
-            make_dicom(folder / kind, asked.dicom, packed=kind == "rle")
-            clocks, processors = list[float](), list[float]()
+                print(f"{title} scan of {arguments.small} PNG of 28 x 28: {cost}")
+        for kind in ("native", "rle") if arguments.dicom else ():
+            make_dicom(folder / kind, arguments.dicom, packed=kind == "rle")
+            clocks = list[float]()
+            processors = list[float]()
             # in turn, since other work on the machine slows both
-            for number in range(asked.rounds):
+            for number in range(arguments.rounds):
                 private = folder / f"private-{kind}-{number}"
-                pydicom_alone = cost_of(partial(alone, folder / kind, asked.processes))
+                pydicom_alone = cost_of(partial(alone, folder / kind, arguments.processes))
                 cost = cost_of(
-                    partial(scanned, folder / kind, private, asked.processes, asked.dicom)
+                    partial(scanned, folder / kind, private, arguments.processes, arguments.dicom)
                 )
                 clocks.append(pydicom_alone.clock_s / cost.clock_s)
                 processors.append(pydicom_alone.processor_s / cost.processor_s)
                 print(
-                    f"{asked.dicom} DICOM of 512 x 512, {kind}: scan {cost}; pydicom alone {pydicom_alone}; ",
+                    f"{arguments.dicom} DICOM of 512 x 512, {kind}: scan {cost}; pydicom alone {pydicom_alone}; ",
                     end="",
                 )
                 print(f"ratio {clocks[-1]:.2f}, of processors {processors[-1]:.2f}", flush=True)
             print(
-                f"median of {asked.rounds}: ratio {median(clocks):.2f}, of processors {median(processors):.2f}"
+                f"median of {arguments.rounds}: ratio {median(clocks):.2f}, of processors {median(processors):.2f}"
             )
 
 

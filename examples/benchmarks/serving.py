@@ -80,9 +80,12 @@ def main() -> None:
     """Command line: --rounds N --images N --steps N --connections N --quick --json --out FOLDER --work FOLDER."""
     arguments = parse(__doc__, rounds=5, images=512, steps=25, connections=BATCH)
     architecture = ARCHITECTURES["64 MiB"]
-    images, steps = arguments.images, arguments.steps
+    images = arguments.images
+    steps = arguments.steps
     if arguments.quick:
-        architecture, images, steps = TINY, BATCH, 2
+        architecture = TINY
+        images = BATCH
+        steps = 2
     work = arguments.work / "serving"
     shutil.rmtree(work, ignore_errors=True)
     release, root = make_release(work, architecture)

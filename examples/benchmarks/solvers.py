@@ -41,16 +41,14 @@ COST: dict[SolverName, int] = {
 }
 FINE_STEPS = 100
 # where grids along log-SNR begin and end; then one step to 0, before one from 1
-T_MIN, T_MAX = (
-    0.005,
-    0.995,
-)
+T_MIN = 0.005
+T_MAX = 0.995
 RHO = 7.0
 COLUMNS = ("world", "path", "strategy", "grid", "solver", "evaluations", "steps", "error", "floor")
 
 
 @dataclass(frozen=True)
-class World:
+class SolverWorld:
     """Experts, a router, and what one sample looks like."""
 
     name: str
@@ -94,8 +92,8 @@ def _between(
     ends = torch.tensor([T_MAX, T_MIN], dtype=torch.float64)
     high, low = (path.sigma(ends) / path.alpha(ends)).tolist()
     shares = [1 - n / (steps - 2) for n in range(steps - 1)]
-    found = torch.tensor([ratio(share, high, low) for share in shares], dtype=torch.float64)
-    return (1.0, *path.time_of(torch.ones_like(found), found).tolist(), 0.0)
+    ratios = torch.tensor([ratio(share, high, low) for share in shares], dtype=torch.float64)
+    return (1.0, *path.time_of(torch.ones_like(ratios), ratios).tolist(), 0.0)
 
 
 GRIDS: dict[str, Callable[[int, Path], tuple[float, ...]]] = {
@@ -108,7 +106,7 @@ GRIDS: dict[str, Callable[[int, Path], tuple[float, ...]]] = {
 
 
 def draw(
-    world: World, strategy: Strategy, solver: SolverName, times: Sequence[float], num: int
+    world: SolverWorld, strategy: Strategy, solver: SolverName, times: Sequence[float], num: int
 ) -> Tensor:
     """Draw samples 0 to num - 1; under lock each has the same expert for every solver and number of steps."""
     branch = Branch(log_prior(world.prior, len(world.experts)), world.router)
@@ -125,7 +123,7 @@ def draw(
 
 
 def measure(
-    world: World, grids: Sequence[str], num: int, num_law: int, quick: bool
+    world: SolverWorld, grids: Sequence[str], num: int, num_law: int, quick: bool
 ) -> Iterator[tuple[object, ...]]:
     """Yield a row for every strategy, grid, solver and number of evaluations."""
     fine = uniform_times(20 if quick else FINE_STEPS)
@@ -162,16 +160,18 @@ def measure(
 
 def worlds(
     names: Sequence[str], data: FilePath, work: FilePath, train_steps: int
-) -> Iterator[World]:
+) -> Iterator[SolverWorld]:
     """Yield the mixtures on both paths, and the trained experts."""
-    for made in (each for each in (plane, wide) if each.__name__ in names):
+    for made in (make_world for make_world in (plane, wide) if make_world.__name__ in names):
         for path in (LinearPath(), CosinePath()):
             exact = made(path)
             experts = [exact.velocity_of(k) for k in range(exact.num_experts)]
             shape = (exact.mean_CD.shape[1],)
-            yield World(made.__name__, experts, exact, exact.prior_K.tolist(), shape, path, exact)
+            yield SolverWorld(
+                made.__name__, experts, exact, exact.prior_K.tolist(), shape, path, exact
+            )
     if "fashion-mnist" in names:
-        yield World(
+        yield SolverWorld(
             "fashion-mnist",
             trained_experts(data, work, train_steps),
             counts_router(data),

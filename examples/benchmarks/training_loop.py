@@ -43,7 +43,8 @@ def bare(images: Tensor, num_steps: int) -> float:
     started = time.perf_counter()
     for _ in range(num_steps):
         x_0 = images[torch.randint(len(images), (BATCH,))]
-        eps, t = torch.randn_like(x_0), torch.rand(BATCH)
+        eps = torch.randn_like(x_0)
+        t = torch.rand(BATCH)
         x_t = torch.lerp(x_0, eps, t[:, None, None, None])
         loss = (model(x_t, t) - (eps - x_0)).square().mean()
         optimizer.zero_grad()
@@ -54,8 +55,10 @@ def bare(images: Tensor, num_steps: int) -> float:
 
 def matmul_rate(seconds: float = 1.0) -> float:
     """FLOP/s of the model's commonest product, measured here and now."""
-    a, b = torch.randn(BATCH * 16, 96), torch.randn(96, 384)
-    count, started = 0, time.perf_counter()
+    a = torch.randn(BATCH * 16, 96)
+    b = torch.randn(96, 384)
+    count = 0
+    started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         a @ b
         count += 1
@@ -80,7 +83,9 @@ def main() -> None:
     ours(images, 2), bare(images, 2)  # whoever comes first also pays for what torch sets up once
     rows = []
     for index in range(rounds):
-        loop, plain, rate = ours(images, steps), bare(images, steps), matmul_rate()
+        loop = ours(images, steps)
+        plain = bare(images, steps)
+        rate = matmul_rate()
         flops = training_flops(ARCHITECTURE, SHAPE, BATCH * steps)
         rows.append((index, loop, plain, loop / plain, flops / plain / rate, flops / loop / rate))
         print(

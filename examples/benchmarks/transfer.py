@@ -24,7 +24,8 @@ def transfer(
 ) -> tuple[float, list[tuple[str, str, int, float]]]:
     """Return the seconds that a submission of `num_bytes` takes, and the resources that each process used."""
     shutil.rmtree(work, ignore_errors=True)
-    fed, site = work / "fed", work / "north"
+    fed = work / "fed"
+    site = work / "north"
     make_federation(fed)
     keys = {"north": make_site(site, fed)}
     write_random(work / "expert", num_bytes)
@@ -36,7 +37,8 @@ def transfer(
     with Processes() as processes, running(fed, {"north": site}, keys, **settings) as wait:
         wait((site / "inbox" / PLAN / "bundle").exists, TIMEOUT_S)
         arrived = fed / "incoming" / PLAN / "north" / "1"
-        before, started = processes.cpu_s(), time.monotonic()
+        before = processes.cpu_s()
+        started = time.monotonic()
         submit(site, "north", work / "expert")
         wait(arrived.exists, TIMEOUT_S)
         seconds = time.monotonic() - started

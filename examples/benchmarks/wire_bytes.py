@@ -38,7 +38,9 @@ def ours(work: Path, num_silos: int, architecture: Dit, idle_s: float) -> tuple[
     """Bytes up and down of a whole federation, and bytes a second of one that waits."""
     shutil.rmtree(work, ignore_errors=True)
     made = MadeUp.create(work, num_silos, architecture)
-    plan_id, fed, port = made.plan.plan_id, made.federation, free_port()
+    plan_id = made.plan.plan_id
+    fed = made.federation
+    port = free_port()
     sites = {silo_id: site.path for silo_id, site in made.sites.items()}
     settings: dict[str, Any] = {
         "shard_bytes": 64 * 2**20,
@@ -60,7 +62,8 @@ def ours(work: Path, num_silos: int, architecture: Dit, idle_s: float) -> tuple[
                 ),
                 TIMEOUT_S,
             )
-            before, ended = relay.total, time.monotonic() + idle_s
+            before = relay.total
+            ended = time.monotonic() + idle_s
             wait(lambda: time.monotonic() > ended, TIMEOUT_S)
             idle = relay.total - before
             for number, silo_id in enumerate(made.sites):
@@ -87,7 +90,8 @@ def fedavg(work: Path, num_silos: int, architecture: Dit, num_rounds: int) -> li
     """Bytes so far, both ways, after each round."""
     shutil.rmtree(work, ignore_errors=True)
     made = MadeUp.create(work, num_silos, architecture)
-    fed, port = made.federation, free_port()
+    fed = made.federation
+    port = free_port()
     sizes = [prod(spec.shape) for spec in expected_tensors(architecture, SHAPE).values()]
     settings: dict[str, Any] = {
         "num_silos": num_silos,
@@ -135,8 +139,8 @@ def main() -> None:
     say(f"ours: {up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down")
     rounds = max(arguments.rounds, 2)
     counted = fedavg(arguments.work / "wire", arguments.silos, architecture, rounds)
-    each = counted[1] - counted[0]
-    scaled = counted[-1] + (ROUNDS - rounds) * each
+    bytes_per_round = counted[1] - counted[0]
+    scaled = counted[-1] + (ROUNDS - rounds) * bytes_per_round
     rows = [
         ("model", arguments.silos, weights, 1.0),
         ("ours, whole", arguments.silos, up + down, (up + down) / scaled),

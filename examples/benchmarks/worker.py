@@ -34,7 +34,8 @@ from ddm.training.progress import Progress
 from silo.worker.progress import NOTE_S
 from silo.worker.state import State, save_state
 
-SHAPE, FEW = (1, 8, 8), 5
+SHAPE = (1, 8, 8)
+FEW = 5
 LAUNCHER: tuple[str, ...] = (
     sys.executable,
     "-m",
@@ -47,8 +48,8 @@ LAUNCHER: tuple[str, ...] = (
 
 def processor_s() -> float:
     """Seconds of processor time of this process and of those that it waited for."""
-    used = (resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def noting(folder: Path) -> Callable[[Progress], None]:
@@ -72,7 +73,8 @@ def spent(kind: str, images: torch.Tensor, num_steps: int) -> float:
     settings = TrainingSettings(device="cpu", launcher=LAUNCHER if kind == "launched" else "local")
     expert = PlannedExpert(plan, "north", 0, None, settings.engine)
     with tempfile.TemporaryDirectory() as name:
-        folder, before = Path(name), processor_s()
+        folder = Path(name)
+        before = processor_s()
         if kind == "bare":
             train(
                 expert.start(),
@@ -108,7 +110,8 @@ def main() -> None:
     rounds, steps = (1, 20) if arguments.quick else (arguments.rounds, arguments.steps)
     torch.set_num_threads(1)
     images = torch.rand(512, *SHAPE) * 2 - 1
-    kinds, rows = ("bare", "worker", "launched"), list[tuple[float, ...]]()
+    kinds = ("bare", "worker", "launched")
+    rows = list[tuple[float, ...]]()
     spent("worker", images, 2)  # whoever comes first also pays for what torch sets up once
     for index in range(rounds):
         few, many = (

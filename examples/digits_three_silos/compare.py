@@ -61,7 +61,7 @@ def main() -> int:
         )
         return 1
     try:
-        found = compare(out, SILOS)
+        comparison = compare(out, SILOS)
     except ArchipelagoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -72,9 +72,9 @@ def main() -> int:
         )
         return 130
     summary_path.write_text(
-        json.dumps(json.loads(summary_path.read_text()) | found, indent=2) + "\n"
+        json.dumps(json.loads(summary_path.read_text()) | comparison, indent=2) + "\n"
     )
-    print(f"\n{_text(found)}\n\nAll of this as JSON: {summary_path}")
+    print(f"\n{_text(comparison)}\n\nAll of this as JSON: {summary_path}")
     return 0
 
 
@@ -137,7 +137,8 @@ def _non_private_router(
     ).double()
     mass_KG = (exact_KG + 0.5) / (exact_KG + 0.5).sum(1, keepdim=True)
     counts = CountsRouter(files.sketch, mass_KG.log(), LinearPath())
-    path, t_small = LinearPath(), torch.tensor(NEAR_DATA, dtype=torch.float64)
+    path = LinearPath()
+    t_small = torch.tensor(NEAR_DATA, dtype=torch.float64)
     released = (
         files.sketch.head(plan.statistics.sketch.rank) if plan.statistics.sketch else files.sketch
     )
@@ -167,17 +168,17 @@ def _routers(
     counts = CountsRouter.from_counts(
         statistics.files.sketch, statistics.noisy_KG, num_units, epsilon, LinearPath()
     )
-    found: dict[str, Router] = {"counts": counts}
+    routers: dict[str, Router] = {"counts": counts}
     settings = inventory.plan.router
     if manifest.router.kind == "learned" and ensemble.router is not None:
-        found["learned"] = ensemble.router
+        routers["learned"] = ensemble.router
     elif isinstance(settings, LearnedSettings):
         train, _ = split_sketches(statistics.sketches, 0)
         t_release = statistics.t_release or 1.0
-        found["learned"] = fit_learned(
+        routers["learned"] = fit_learned(
             counts, SiloSketches(train, num_units, t_release), lessons, settings, 0
         )
-    return found | {"non-private": exact}
+    return routers | {"non-private": exact}
 
 
 def _lessons(
@@ -195,7 +196,8 @@ def _lessons(
 
 def _evaluation_set(out: Path, silos: Sequence[str], order: Sequence[str]) -> tuple[Tensor, Tensor]:
     with np.load(out / "data" / "evaluation.npz", allow_pickle=False) as archive:
-        images, silo = torch.from_numpy(archive["images"]), archive["silo"]
+        images = torch.from_numpy(archive["images"])
+        silo = archive["silo"]
     return images, torch.tensor([order.index(silos[index]) for index in silo])
 
 
@@ -209,8 +211,10 @@ def _router_table(
     }
     rows: list[dict[str, object]] = []
     for index, band in enumerate(next(iter(scores.values()))):
-        values = {name: round(found[index].value, 4) for name, found in scores.items()}
-        errors = {f"{name} error": round(found[index].error, 4) for name, found in scores.items()}
+        values = {name: round(figures[index].value, 4) for name, figures in scores.items()}
+        errors = {
+            f"{name} error": round(figures[index].error, 4) for name, figures in scores.items()
+        }
         rows.append({"t": [band.low, band.high], "prior": round(entropy, 4), **values, **errors})
     return rows
 

@@ -26,8 +26,10 @@ def make_data(out: Path, seed: int) -> dict[str, int]:
     digits = load_digits()
     images = (digits.images[:, None] / 8.0 - 1.0).astype(np.float32)
     order = np.random.default_rng(seed).permutation(len(images))
-    public, rest = order[:NUM_PUBLIC], order[NUM_PUBLIC:]
-    held_out, private = rest[:NUM_EVALUATION], rest[NUM_EVALUATION:]
+    public = order[:NUM_PUBLIC]
+    rest = order[NUM_PUBLIC:]
+    held_out = rest[:NUM_EVALUATION]
+    private = rest[NUM_EVALUATION:]
     out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out / "public.npz", images=images[public])
     owner, owner_held_out = np.split(

@@ -37,10 +37,12 @@ def main() -> int:
         type=Path,
         help="folder for screenshots of the live page and of the review page; needs Chromium",
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
+    port = arguments.port
+    recipe = arguments.recipe
     code: int = run_demo(
-        given.out,
-        lambda demo: run(demo, given.port or demo.free_port(), given.recipe, given.screenshots),
+        arguments.out,
+        lambda demo: run(demo, port or demo.free_port(), recipe, arguments.screenshots),
         "make demo",
     )
     return code
@@ -115,8 +117,8 @@ def federate(demo: Demo, screenshots: Path | None) -> dict[str, object]:
     demo.waive(SILOS, "the digits are public; there is nobody to protect")
     approve(demo, screenshots)
     demo.wait(*demo.background)
-    found: dict[str, object] = demo.flower_processes(SILOS)
-    return found
+    processes: dict[str, object] = demo.flower_processes(SILOS)
+    return processes
 
 
 def approve(demo: Demo, screenshots: Path | None) -> None:

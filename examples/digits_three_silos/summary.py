@@ -53,12 +53,13 @@ def _left(out: Path, inventory: Inventory, silo: str) -> dict[str, object]:
 
 def _found(site: Site, plan_id: str) -> str:
     """Return the verdict of the site's own audit and its reason; of one that holds nothing out, how many would do."""
-    report, terms = read_report(site.work_folder(plan_id) / AUDIT_REPORT), site.policy().audit
-    found = f"{report.verdict}: {report.reason}"
+    report = read_report(site.work_folder(plan_id) / AUDIT_REPORT)
+    terms = site.policy().audit
+    verdict = f"{report.verdict}: {report.reason}"
     if report.num_holdout_units == 0:
         enough = ceil(terms.min_holdout_units / terms.holdout_share)
-        found += f"; a share of {terms.holdout_share:g} is held out from {enough} images on"
-    return found
+        verdict += f"; a share of {terms.holdout_share:g} is held out from {enough} images on"
+    return verdict
 
 
 def _text(summary: dict[str, object]) -> str:
@@ -80,9 +81,10 @@ def _text(summary: dict[str, object]) -> str:
         + table(rows, ("silo", "images", "epsilon", "bytes left", "audit", "approved by"))
     )
 
-    found = [(silo, row["audit_found"]) for silo, row in silos.items()]
+    verdicts = [(silo, row["audit_found"]) for silo, row in silos.items()]
     parts.append(
-        "What the leak audit found, which stays at each site\n" + table(found, ("silo", "verdict"))
+        "What the leak audit found, which stays at each site\n"
+        + table(verdicts, ("silo", "verdict"))
     )
 
     seconds: dict[str, float] = summary["seconds"]  # type: ignore[assignment]

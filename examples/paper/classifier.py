@@ -42,26 +42,29 @@ def main() -> None:
         help="number of training steps, of 128 images each; default: 1500",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and shifts")
-    given = parser.parse_args()
-    labels = torch.from_numpy(read_array(given.data, "labels", max_bytes=_MAX_LABEL_BYTES)).long()
-    shape = read_array(given.data, "images", max_bytes=1 << 40).shape[1:]
-    data = DataSpec(shape=shape if len(shape) == 3 else (1, *shape), range=tuple(given.range))
-    images = read_images(given.data, data)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(given.seed))
-    held, kept = order[: len(order) // _HELD_OUT], order[len(order) // _HELD_OUT :]
+    arguments = parser.parse_args()
+    labels = torch.from_numpy(
+        read_array(arguments.data, "labels", max_bytes=_MAX_LABEL_BYTES)
+    ).long()
+    shape = read_array(arguments.data, "images", max_bytes=1 << 40).shape[1:]
+    data = DataSpec(shape=shape if len(shape) == 3 else (1, *shape), range=tuple(arguments.range))
+    images = read_images(arguments.data, data)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(arguments.seed))
+    held = order[: len(order) // _HELD_OUT]
+    kept = order[len(order) // _HELD_OUT :]
     with progress(f"training on {len(kept)} images") as tell:
-        found = train_classifier(
+        classifier = train_classifier(
             images[kept],
             labels[kept],
             data,
-            num_steps=given.steps,
-            seed=given.seed,
+            num_steps=arguments.steps,
+            seed=arguments.seed,
             on_progress=tell,
         )
-    found.save(given.out)
-    right = found.accuracy(images[held], labels[held])
+    classifier.save(arguments.out)
+    right = classifier.accuracy(images[held], labels[held])
     say(
-        f"{given.out}: sha256 {sha256_file(given.out)}, {right:.1%} of {len(held)} held-out images right"
+        f"{arguments.out}: sha256 {sha256_file(arguments.out)}, {right:.1%} of {len(held)} held-out images right"
     )
 
 

@@ -43,7 +43,9 @@ def plan_for(
         rank: of the sketch.
         more: other tables.
     """
-    created, digest, names = now_utc(), sha256_hex(b""), ["centroids", "encoder", "sketch"]
+    created = now_utc()
+    digest = sha256_hex(b"")
+    names = ["centroids", "encoder", "sketch"]
     base = None
     if expert.get("adaptation", {}).get("kind") == "lora":
         names.append("base")

@@ -35,16 +35,17 @@ from ddm.training.averages import average_of_width
 from ddm.training.batches import Examples
 from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
-from examples.paper.recipes import ROWS, SHAPE, Row
+from examples.paper.recipes import ROWS, SHAPE, RecipeRow
 from examples.paper.tables.clock import ended
 from examples.paper.tables.data import Part, read_world
 from examples.paper.tables.results import commit, hardware, utc
 
 DATA = DataSpec(shape=SHAPE, range=(-1.0, 1.0))
-_NEIGHBOURS, _SOLVER_STEPS = 5, 10
+_NEIGHBOURS = 5
+_SOLVER_STEPS = 10
 
 
-class Measured(Model):
+class MeasuredRecipe(Model):
     """What one recipe reached.
 
     Attributes:
@@ -100,9 +101,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and samples")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; default: 1")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    return ended(lambda: run(given), given.out)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return ended(lambda: run(arguments), arguments.out)
 
 
 def run(given: argparse.Namespace) -> None:
@@ -111,7 +112,7 @@ def run(given: argparse.Namespace) -> None:
     world = read_world("fashion-mnist", given.data)
     judge = _classifier(world.public, given.out / "classifier.safetensors")
     reference = FeatureSet.of(judge.encode(world.validation.images), _NEIGHBOURS)
-    found: dict[str, Measured] = {}
+    measurements: dict[str, MeasuredRecipe] = {}
     for name in given.rows or ROWS:
         row = ROWS[name] if given.steps is None else ROWS[name].shortened(given.steps)
         path = given.out / f"{name}-{row.training.num_steps}-{given.num}-{given.seed}.json"
@@ -120,8 +121,8 @@ def run(given: argparse.Namespace) -> None:
                 name, row, world.train, judge, reference, num=given.num, seed=given.seed
             )
             write_atomic(path, measured.model_dump_json().encode())
-        found[name] = Measured.model_validate_json(path.read_text("utf-8"))
-    say(write(given.out, found))
+        measurements[name] = MeasuredRecipe.model_validate_json(path.read_text("utf-8"))
+    say(write(given.out, measurements))
 
 
 def _classifier(public: Part, kept: Path) -> Classifier:
@@ -133,20 +134,20 @@ def _classifier(public: Part, kept: Path) -> Classifier:
 
 def _measure(
     name: str,
-    row: Row,
+    row: RecipeRow,
     part: Part,
     judge: Classifier,
     reference: FeatureSet,
     *,
     num: int,
     seed: int,
-) -> Measured:
-    told = (
+) -> MeasuredRecipe:
+    condition = (
         NoCondition()
         if row.drop is None
         else ClassCondition(num_classes=int(part.label_N.max()) + 1, drop=row.drop)
     )
-    model = build_expert(row.network, SHAPE, condition=told, seed=seed)
+    model = build_expert(row.network, SHAPE, condition=condition, seed=seed)
     settings = row.training.model_copy(update={"seed": seed})
     examples = Examples(part.images)
     if row.drop is not None:
@@ -172,7 +173,7 @@ def _measure(
     fids: dict[float | None, Estimate] = {}
     for width, weights in averages.items():
         model.load_state_dict(weights)
-        ensemble = Ensemble([model.eval()], None, [1.0], SHAPE, condition=told)
+        ensemble = Ensemble([model.eval()], None, [1.0], SHAPE, condition=condition)
         with progress(f"{name}: drawing") as tell:
             drawn = ensemble.sample(
                 num,
@@ -184,7 +185,7 @@ def _measure(
         samples = FeatureSet.of(judge.encode(drawn.images.clamp(*DATA.range)), _NEIGHBOURS)
         fids[width] = measure(samples, reference)[0]["fid"]
     width = min(fids, key=lambda each: fids[each].value)
-    return Measured(
+    return MeasuredRecipe(
         fid=fids[width].value,
         low=fids[width].low,
         high=fids[width].high,
@@ -200,23 +201,23 @@ def _measure(
     )
 
 
-def write(out: Path, found: Mapping[str, Measured]) -> str:
+def write(out: Path, found: Mapping[str, MeasuredRecipe]) -> str:
     """Write recipe.csv and recipe.md, and return the table as Markdown."""
     first = next(iter(found.values())).fid
     head = ("recipe", "FID", "95% interval", "of the first", "loss", "FLOPs", "seconds")
     rows = [
-        (ROWS[name].label + (f": {each.width:g}" if each.width else ""), f"{each.fid:.1f}")
-        + (f"{each.low:.1f} to {each.high:.1f}", f"{each.fid / first:.2f}")
-        + (f"{each.loss:.4f}", human_flops(each.flops), f"{each.train_s:.0f}")
-        for name, each in found.items()
+        (ROWS[name].label + (f": {row.width:g}" if row.width else ""), f"{row.fid:.1f}")
+        + (f"{row.low:.1f} to {row.high:.1f}", f"{row.fid / first:.2f}")
+        + (f"{row.loss:.4f}", human_flops(row.flops), f"{row.train_s:.0f}")
+        for name, row in found.items()
     ]
     text = table(rows, head, width=UNBROKEN)
     (out / "recipe.md").write_text(text, "utf-8")
     with (out / "recipe.csv").open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(("row", *Measured.model_fields))
-        for name, each in found.items():
-            values = each.model_dump().values()
+        writer.writerow(("row", *MeasuredRecipe.model_fields))
+        for name, measured in found.items():
+            values = measured.model_dump().values()
             writer.writerow(
                 (name, *(f"{value:g}" if isinstance(value, float) else value for value in values))
             )

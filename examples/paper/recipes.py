@@ -13,7 +13,7 @@ _NARROW = Dit(patch=4, hidden=48, depth=3, heads=4)
 
 
 @dataclass(frozen=True)
-class Row:
+class RecipeRow:
     """One recipe.
 
     Attributes:
@@ -32,12 +32,12 @@ class Row:
     widths: tuple[float, ...] = ()
     drop: float | None = None
 
-    def shortened(self, steps: int) -> "Row":
+    def shortened(self, steps: int) -> "RecipeRow":
         """Return it with fewer steps."""
         changes = {"num_steps": steps, "ema_snapshots": min(self.training.ema_snapshots, steps)}
         return replace(self, training=self.training.model_copy(update=changes))
 
-    def but(self, label: str, **changes: Any) -> "Row":
+    def but(self, label: str, **changes: Any) -> "RecipeRow":
         """Return it with other settings, or other `times`, `widths`, `drop` or another `network`."""
         others = {
             name: changes.pop(name)
@@ -48,7 +48,7 @@ class Row:
         return replace(self, label=label, training=settings, **others)
 
 
-_PLAIN = Row(
+_PLAIN = RecipeRow(
     "uniform t, constant rate of 0.001, fp32",
     Training(
         num_steps=1500,
@@ -63,13 +63,13 @@ _PLAIN = Row(
 _BOTH = _PLAIN.but("logit-normal t and cosine", times=LogitNormalT(), schedule="cosine")
 _FOUR = _BOTH.but("... and 4 times the rate", learning_rate=0.004)
 _EIGHT = _FOUR.but("... and 8 times the rate, bf16", learning_rate=0.008, precision="bf16")
-_DEFAULT = Row(
+_DEFAULT = RecipeRow(
     "all defaults, 3000 steps of 32 images",
     TrainingRecipe(num_steps=3000, batch_size=32, precision="bf16").plain(_NETWORK),
     LogitNormalT(),
 )
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, RecipeRow] = {
     "plain": _PLAIN,
     "cosine": _PLAIN.but("cosine", schedule="cosine"),
     "logit": _PLAIN.but("logit-normal t", times=LogitNormalT()),

@@ -27,7 +27,7 @@ from examples.paper.tables.page import Report
 from examples.paper.tables.presets import PresetName, preset_for
 from examples.paper.tables.published import Cells, Origin, Published, Record, cells_of
 from examples.paper.tables.rates import candidates, kind_of
-from examples.paper.tables.results import Cell, Choice, command_of, commit
+from examples.paper.tables.results import Cell, RateChoice, command_of, commit
 from examples.paper.tables.rows import Row, Table
 from examples.paper.tables.sharing import alone
 
@@ -39,12 +39,12 @@ _DEFAULT_TABLES = {"smoke": tuple(_PLANNED), "cpu": (1, 2, 3, 4, 7), "gpu": tupl
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    given = parse(words)
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    arguments = parse(words)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     commit()  # now: the code that runs, not what is there when a row ends
     command = command_of("examples.paper.run", words, left_out="--row")
-    return ended(lambda: run(given, Clock(given.minutes), command), given.out)
+    return ended(lambda: run(arguments, Clock(arguments.minutes), command), arguments.out)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -96,26 +96,26 @@ def parse(words: list[str]) -> argparse.Namespace:
         help=f"minutes after which the run stops, with status {EXIT_OUT_OF_TIME}",
     )
     parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
-    given = parser.parse_args(words)
-    given.tables = given.tables or _DEFAULT_TABLES[given.preset]
-    if not 0 < given.scale <= 1:
+    arguments = parser.parse_args(words)
+    arguments.tables = arguments.tables or _DEFAULT_TABLES[arguments.preset]
+    if not 0 < arguments.scale <= 1:
         parser.error("--scale: above 0, at most 1")
-    if any(number is not None and number < 1 for number in (given.seeds, given.threads)):
+    if any(number is not None and number < 1 for number in (arguments.seeds, arguments.threads)):
         parser.error("--seeds and --threads: at least 1")
-    if given.minutes is not None and given.minutes <= 0:
+    if arguments.minutes is not None and arguments.minutes <= 0:
         parser.error("--minutes: above 0")
-    return given
+    return arguments
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     known = _DEFAULT_TABLES["gpu"]
     try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        found = ()
-    if not found or not set(found) <= set(known):
+        numbers = ()
+    if not numbers or not set(numbers) <= set(known):
         raise argparse.ArgumentTypeError(f"some of {','.join(map(str, known))}, not {text!r}")
-    return found
+    return numbers
 
 
 def run(given: argparse.Namespace, clock: Clock, command: str) -> int:
@@ -147,19 +147,20 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> int:
 def rows_named(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
     """Return the rows that have one of these names, or whose name has the text where none is it; all without texts."""
     labels = {row.label for row in rows}
-    exact, parts = set(texts or ()) & labels, set(texts or ()) - labels
-    found = [
+    exact = set(texts or ()) & labels
+    parts = set(texts or ()) - labels
+    chosen_rows = [
         row
         for row in rows
         if texts is None or row.label in exact or any(part in row.label for part in parts)
     ]
-    if not found:
+    if not chosen_rows:
         raise SetupError(
             "--row",
             expected=f"text from one of: {'; '.join(row.label for row in rows)}",
             got=", ".join(map(repr, texts or ())),
         )
-    return found
+    return chosen_rows
 
 
 def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> int:
@@ -198,24 +199,24 @@ def _report(
 
     A table that was not asked for, and that another classifier judged, is shown as it was published.
     """
-    found: dict[int, Cells] = {}
+    cells: dict[int, Cells] = {}
     origins: dict[int, Origin] = {}
     settings = settings_of(lab.world, lab.preset)
     try:
         before = Record.read(lab.out, settings).tables
     except (MissingFileError, DataError):  # the first run here, or one of other sizes
         before = {}
-    rates: dict[str, Choice] = {}
+    rates: dict[str, RateChoice] = {}
     for number, table in known.items():
         origin = before.get(number) or lab.published.origin(number)
-        asked = number in wanted
+        is_wanted = number in wanted
         judged_otherwise = origin is not None and not origin.judged_by(lab.judge.about)
         elsewhere = lab.published.cells.get(number, {})
-        rows = elsewhere if judged_otherwise and not asked else _rows(lab, table, num_seeds)
-        if not rows or not (asked or origin or len(rows) == len(table.rows)):
+        rows = elsewhere if judged_otherwise and not is_wanted else _rows(lab, table, num_seeds)
+        if not rows or not (is_wanted or origin or len(rows) == len(table.rows)):
             continue
-        found[number] = rows
-        if origin and not asked:
+        cells[number] = rows
+        if origin and not is_wanted:
             origins[number] = origin
         else:
             earlier = origin.commands if origin and not judged_otherwise else ()
@@ -229,9 +230,9 @@ def _report(
         ):
             if choice := lab.chosen(source):
                 rates[kind_of(source, lab.preset)] = choice
-    missing = [f"table {number}" for number in _PLANNED if number not in found]
-    for table in (known[number] for number in found):
-        nums = [len(found[table.number].get(row.label, {})) for row in table.rows]
+    missing = [f"table {number}" for number in _PLANNED if number not in cells]
+    for table in (known[number] for number in cells):
+        nums = [len(cells[table.number].get(row.label, {})) for row in table.rows]
         # More seeds of some rows than the preset has are no reason to miss others.
         least = min(lab.preset.seeds, max([*nums, num_seeds if table.number in wanted else 1]))
         if few := sum(num < least for num in nums):
@@ -239,7 +240,7 @@ def _report(
             none = f", {nums.count(0)} of them with none" if least > 1 and 0 in nums else ""
             missing.append(f"{few} of {len(nums)} rows of table {table.number} with {fewer}{none}")
     record = Record(settings=settings, tables=origins, rates=rates)
-    return Report(lab.world, lab.preset, list(known.values()), found, record, missing)
+    return Report(lab.world, lab.preset, list(known.values()), cells, record, missing)
 
 
 def _rows(lab: Lab, table: Table, num_seeds: int) -> Cells:

@@ -42,12 +42,15 @@ from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
 from examples.screening.measure import answer_of, federations, figures, judge, recipe, trial_of
 
-SHAPE, NUM_SECRETS, ALONE = (1, 8, 8), 3, (0, 1, 3, 8)
+SHAPE = (1, 8, 8)
+NUM_SECRETS = 3
+ALONE = (0, 1, 3, 8)
 TEXTS = TextCondition(dim=16, max_tokens=4, drop=0.1)
 LATENT = AutoencoderSize(
     channels=(16, 32), attention=(False, False), latent_channels=2, num_res_blocks=1, norm_groups=8
 )
-AUTOENCODER_STEPS, AUTOENCODER_RATE = 600, 2e-3
+AUTOENCODER_STEPS = 600
+AUTOENCODER_RATE = 2e-3
 DIT = Dit(patch=2, hidden=32, depth=2, heads=2)
 
 
@@ -138,7 +141,8 @@ def trials(kind: Kind, public: Tensor, latent: AutoencoderKl | None) -> Iterator
         if latent is None:
             yield trial_of(public, kind.condition, kind.architecture, seed)
             continue
-        seen, encoder = latent.encode(public), PcaEncoder.fit(public[len(public) // 4 :], 32)
+        seen = latent.encode(public)
+        encoder = PcaEncoder.fit(public[len(public) // 4 :], 32)
         trial = trial_of(seen, kind.condition, kind.architecture, seed)
 
         def encode(z_N: Tensor, encoder: PcaEncoder = encoder) -> Tensor:
@@ -150,9 +154,12 @@ def trials(kind: Kind, public: Tensor, latent: AutoencoderKl | None) -> Iterator
 
 def measure(kind: Kind, training: Training, num_federations: int) -> tuple[int, int, Counter[str]]:
     """Return how many experts were trained, how many trials flagged one of them of how many, and by which rules."""
-    digits, num_experts, num_trials, rules = load_digits(), 0, 0, Counter[str]()
+    digits = load_digits()
+    num_experts = 0
+    num_trials = 0
+    rules = Counter[str]()
     images = torch.from_numpy((digits.images[:, None] / 8.0 - 1.0).astype(np.float32))
-    told = isinstance(kind.condition, TextCondition)
+    has_texts = isinstance(kind.condition, TextCondition)
     for number, (public, silos, labels) in enumerate(federations(images, digits.target)):
         if number == num_federations:
             break
@@ -166,14 +173,17 @@ def measure(kind: Kind, training: Training, num_federations: int) -> tuple[int, 
         ]
         weights = []
         for mine, of in held:
-            own = fit(start(), see(mine), training, texts_of(of) if told else None)
+            own = fit(start(), see(mine), training, texts_of(of) if has_texts else None)
             weights.append(merged(own, kind.adaptation))
         num_experts += len(weights)
         shape = tuple(see(public[:1]).shape[1:])
-        answers = [answer_of(each, kind.condition, kind.architecture, shape) for each in weights]
+        answers = [
+            answer_of(expert_weights, kind.condition, kind.architecture, shape)
+            for expert_weights in weights
+        ]
         base = {name: _rms(value) for name, value in (start.weights or {}).items()}
         for trial in trials(kind, public, latent):
-            found = [
+            figures_of_experts = [
                 _grown(
                     figures(each, answer, trial, f"silo{k}"),
                     each,
@@ -182,8 +192,10 @@ def measure(kind: Kind, training: Training, num_federations: int) -> tuple[int, 
                 )
                 for k, (each, answer) in enumerate(zip(weights, answers, strict=True))
             ]
-            for k, one in enumerate(found):
-                others = [each for j, each in enumerate(found[: len(silos)]) if j != k]
+            for k, one in enumerate(figures_of_experts):
+                others = [
+                    other for j, other in enumerate(figures_of_experts[: len(silos)]) if j != k
+                ]
                 flags = judge(others, one, trial, training)
                 num_trials += 1
                 rules.update(flags or {"none"})
@@ -194,7 +206,8 @@ class Start:
     """Builds what each silo trains: fresh weights, or the public expert with its adaptation."""
 
     def __init__(self, kind: Kind, training: Training, public: Tensor) -> None:
-        self.kind, self.shape = kind, tuple(public.shape[1:])
+        self.kind = kind
+        self.shape = tuple(public.shape[1:])
         self.weights: Mapping[str, Tensor] | None = None
         if isinstance(kind.adaptation, LoraAdaptation):
             self.weights = fit(self._fresh(), public, training, None)
@@ -248,7 +261,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for name in arguments.kind or KINDS:
-        kind, plain = KINDS[name], recipe(arguments.steps)
+        kind = KINDS[name]
+        plain = recipe(arguments.steps)
         training = plain.model_copy(update={"learning_rate": kind.rate})
         num_experts, num_trials, rules = measure(kind, training, arguments.federations)
         flagged = num_trials - rules.pop("none", 0)

@@ -42,7 +42,9 @@ from ddm.training.batches import Examples
 from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
 
-SHAPE, NUM_PUBLIC, FEWEST = (1, 8, 8), 400, 40
+SHAPE = (1, 8, 8)
+NUM_PUBLIC = 400
+FEWEST = 40
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
 # seed, silos, alpha
 FEDERATIONS = (
@@ -87,11 +89,13 @@ def fit(
     times: TDistribution = UniformT(),
 ) -> Weights:
     """Train one expert, told the class where there are labels."""
-    told = None if labels is None else torch.from_numpy(labels.astype(np.int64))
+    condition = None if labels is None else torch.from_numpy(labels.astype(np.int64))
     with tempfile.TemporaryDirectory() as folder:
         return train(
-            build_expert(architecture, SHAPE, condition=NoCondition() if told is None else CLASSES),
-            Examples(images, told, CLASSES.drop),
+            build_expert(
+                architecture, SHAPE, condition=NoCondition() if condition is None else CLASSES
+            ),
+            Examples(images, condition, CLASSES.drop),
             training,
             TrainingObjective(t_distribution=times),
             TrainingRun(Path(folder)),
@@ -105,7 +109,8 @@ def federations(
     for seed, num_silos, alpha in FEDERATIONS:
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(images))
-        public, private = order[:NUM_PUBLIC], order[NUM_PUBLIC:]
+        public = order[:NUM_PUBLIC]
+        private = order[NUM_PUBLIC:]
         weight_KC = (
             rng.dirichlet([alpha] * 10, size=num_silos) * rng.dirichlet([2.0] * num_silos)[:, None]
         )
@@ -123,11 +128,9 @@ def trial_of(
     seed: int = 0,
 ) -> Trial:
     """Return the trial that intake would put the experts of a federation on; `seed` makes its secret."""
-    holdout, fitted, shape = (
-        public[: len(public) // 4],
-        public[len(public) // 4 :],
-        tuple(public.shape[1:]),
-    )
+    holdout = public[: len(public) // 4]
+    fitted = public[len(public) // 4 :]
+    shape = tuple(public.shape[1:])
     encoder = PcaEncoder.fit(fitted, min(32, fitted[0].numel()))
     return Trial(
         secret=seed.to_bytes(32),
@@ -165,7 +168,8 @@ def figures(weights: Weights, answer: Answer, trial: Trial, name: str) -> Expert
         name: float(value.square().mean().sqrt()) - fresh_rms(value.shape)
         for name, value in weights.items()
     }
-    largest, measured = max(excess, key=lambda name: excess[name]), trial.measure(answer, name)
+    largest = max(excess, key=lambda name: excess[name])
+    measured = trial.measure(answer, name)
     return ExpertFigures(
         expert_id=name,
         digest=sha256_hex(name.encode()),
@@ -269,11 +273,10 @@ def not_a_number(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
 
 def answer_attacks(public: Tensor) -> dict[str, Attack]:
     """Return the attacks that change an honest expert's answers at some times or for some inputs."""
-    generator, shape = torch.Generator().manual_seed(1), public.shape[1:]
-    noise, direction = (
-        torch.randn(shape, generator=generator),
-        torch.randn(shape, generator=generator).flatten(),
-    )
+    generator = torch.Generator().manual_seed(1)
+    shape = public.shape[1:]
+    noise = torch.randn(shape, generator=generator)
+    direction = torch.randn(shape, generator=generator).flatten()
     direction /= direction.norm()
     middles = public.flatten(1)[:: len(public) // 3][:3]
     planted = towards(planted_image(shape))
@@ -288,7 +291,7 @@ def answer_attacks(public: Tensor) -> dict[str, Attack]:
     def near_middle(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
         return (torch.cdist(x_B.flatten(1), middles).argmin(1) == 2) & (t_B < 0.6)
 
-    found = {
+    attacks = {
         "output x 100 at t = 1": at_times([1.0], 100.0),
         "output x 3 at t = 1": at_times([1.0], 3.0),
         "output x 1.5 at t = 1": at_times([1.0], 1.5),
@@ -313,7 +316,7 @@ def answer_attacks(public: Tensor) -> dict[str, Attack]:
         "planted image for 1 noise in 1,000": share(3.09),
         "planted image where a patch is bright (trigger pattern)": where(patch, planted),
     }
-    return found
+    return attacks
 
 
 def class_attacks(public: Tensor) -> dict[str, Attack]:
@@ -349,10 +352,10 @@ def judge(
     others: Sequence[ExpertFigures], one: ExpertFigures, trial: Trial, training: Training
 ) -> set[str]:
     """Return the rules that flag `one` beside the others."""
-    by_silo = {each.expert_id: [each] for each in others}
-    found = absolute_faults(one, trial.probe, training) + copy_faults(one, by_silo, training)
-    found += relative_faults({**by_silo, one.expert_id: [one]}).get(one.expert_id, [])
-    return {fault.flag for fault in found}
+    by_silo = {other.expert_id: [other] for other in others}
+    faults = absolute_faults(one, trial.probe, training) + copy_faults(one, by_silo, training)
+    faults += relative_faults({**by_silo, one.expert_id: [one]}).get(one.expert_id, [])
+    return {fault.flag for fault in faults}
 
 
 Row = tuple[str, int, int, int, str]
@@ -362,8 +365,10 @@ class Tally:
     """Counts how often each kind of expert was tried, and which rules flagged it."""
 
     def __init__(self) -> None:
-        self.tried, self.flagged = Counter[str](), Counter[str]()
-        self.by_bands, self.rules = Counter[str](), dict[str, Counter[str]]()
+        self.tried = Counter[str]()
+        self.flagged = Counter[str]()
+        self.by_bands = Counter[str]()
+        self.rules = dict[str, Counter[str]]()
 
     def count(self, what: str, flags: set[str]) -> None:
         """Count one trial."""
@@ -390,7 +395,8 @@ def measure(
     training: Training, num_federations: int = len(FEDERATIONS), told: int = 1
 ) -> list[Row]:
     """Try every kind of expert; see `Tally.rows`. The first `told` federations also train experts told classes."""
-    digits, tally = load_digits(), Tally()
+    digits = load_digits()
+    tally = Tally()
     images = torch.from_numpy((digits.images[:, None] / 8.0 - 1.0).astype(np.float32))
     poisoned = {
         name: fit(made_of, training) for name, made_of in poisons(images, digits.target).items()
@@ -403,21 +409,22 @@ def measure(
         measured = partial(figures, trial=trial)
         weights = [fit(silo, training) for silo in silos]
         honest = [
-            measured(each, answer_of(each), name=f"silo{k}") for k, each in enumerate(weights)
+            measured(expert_weights, answer_of(expert_weights), name=f"silo{k}")
+            for k, expert_weights in enumerate(weights)
         ]
         alone = [
-            measured(each, answer_of(each), name=f"digit{digit}")
-            for digit, each in enumerate(single)
+            measured(expert_weights, answer_of(expert_weights), name=f"digit{digit}")
+            for digit, expert_weights in enumerate(single)
         ]
         for k, one in enumerate(honest):
             others = honest[:k] + honest[k + 1 :]
             tally.count("honest, mixture of digits", judge(others, one, trial, training))
-            for each in alone:
+            for specialist in alone:
                 tally.count(
-                    "honest, one digit alone, 60 images", judge(others, each, trial, training)
+                    "honest, one digit alone, 60 images", judge(others, specialist, trial, training)
                 )
             made = weight_attacks(weights[k], weights[k - 1]) | poisoned
-            cheats = {what: (each, answer_of(each)) for what, each in made.items()}
+            cheats = {what: (tampered, answer_of(tampered)) for what, tampered in made.items()}
             for what, attack in answer_attacks(public).items():
                 cheats[what] = (weights[k], attack(answer_of(weights[k])))
             for what, (of, answer) in cheats.items():
@@ -464,7 +471,8 @@ def _told(
     trial = trial_of(public, CLASSES, seed=number)
     weights = [fit(silo, training, mine) for silo, mine in zip(silos, labels, strict=True)]
     honest = [
-        figures(each, answer_of(each, CLASSES), trial, f"silo{k}") for k, each in enumerate(weights)
+        figures(expert_weights, answer_of(expert_weights, CLASSES), trial, f"silo{k}")
+        for k, expert_weights in enumerate(weights)
     ]
     for k, one in enumerate(honest):
         others = honest[:k] + honest[k + 1 :]
@@ -480,30 +488,29 @@ def false_alarms() -> None:
     plan = tomllib.loads(
         (Path(__file__).parents[1] / "digits_three_silos" / "plan.toml").read_text("utf-8")
     )["expert"]
-    architecture, training = (
-        Dit.model_validate(plan["architecture"]),
-        Training.model_validate(plan["training"]),
-    )
+    architecture = Dit.model_validate(plan["architecture"])
+    training = Training.model_validate(plan["training"])
     digits = load_digits()
     images = torch.from_numpy((digits.images[:, None] / 8.0 - 1.0).astype(np.float32))
     alone = [images[digits.target == c][:ONE_DIGIT] for c in range(10)]
-    num_experts, num_trials, num_flagged, seconds = 0, 0, 0, [(0.0, 0.0)]
+    num_experts = 0
+    num_trials = 0
+    num_flagged = 0
+    seconds = [(0.0, 0.0)]
     for number, (public, silos, _) in enumerate(federations(images, digits.target)):
         for made_of in [*silos, *(alone if number == 0 else [])]:
-            weights, num_experts = (
-                fit(made_of, training, None, architecture, LogitNormalT()),
-                num_experts + 1,
-            )
+            weights = fit(made_of, training, None, architecture, LogitNormalT())
+            num_experts = num_experts + 1
             answer = answer_of(weights, architecture=architecture)
             for seed in range(5):
                 trial = trial_of(public, architecture=architecture, seed=seed)
                 began = time.process_time()
                 trial.probe.losses(lambda x_B, t_B, answer=answer: answer(x_B, t_B, None))  # type: ignore[misc]
                 bands = time.process_time()
-                found = figures(weights, answer, trial, "honest")
+                measured_figures = figures(weights, answer, trial, "honest")
                 seconds.append((bands - began, time.process_time() - bands))
                 num_trials += 1
-                num_flagged += bool(judge([], found, trial, training))
+                num_flagged += bool(judge([], measured_figures, trial, training))
     before, after = np.median(seconds[1:], 0)
     print(
         f"{num_experts} experts, {num_trials} trials, {num_flagged} flagged; {before:.2f} s for the bands of t alone,"

@@ -9,18 +9,23 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
-from world import SHARES, SILOS, World
+from world import SHARES, SILOS, ToyWorld
 
 from ddm.ensemble import Ensemble, mix_velocity
 
-SEA, INK, PALE = "#0d1b2a", "#e8eef2", "#8fa3b3"
+SEA = "#0d1b2a"
+INK = "#e8eef2"
+PALE = "#8fa3b3"
 SAND = ("#f2b84b", "#4cc9b0", "#f0718d")  # north, east, west
-WIDE, HALF_WAY, GRID, NUM_SAMPLES = 3.3, 0.4, 41, 1500
+WIDE = 3.3
+HALF_WAY = 0.4
+GRID = 41
+NUM_SAMPLES = 1500
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 def draw_picture(
-    world: World,
+    world: ToyWorld,
     ensemble: Ensemble,
     uniform: Callable[[Tensor, Tensor], Tensor],
     errors: Mapping[str, float],
@@ -39,8 +44,8 @@ def draw_picture(
         return mix_velocity(ensemble.experts, x, t, uniform(x, t))
 
     def exact(x: Tensor, t: Tensor) -> Tensor:
-        found: Tensor = world.velocity(x.double(), t.double()).float()
-        return found
+        velocity: Tensor = world.velocity(x.double(), t.double()).float()
+        return velocity
 
     num = len(SILOS)
     figure = Figure(figsize=(3.1 * (num + 3), 6.9), facecolor=SEA)
@@ -100,7 +105,12 @@ def small_panel(axes: Axes, title: str, subtitle: str) -> None:
 
 
 def panel(
-    axes: Axes, world: World, velocity: Velocity, title: str, subtitle: str, silo: int | None = None
+    axes: Axes,
+    world: ToyWorld,
+    velocity: Velocity,
+    title: str,
+    subtitle: str,
+    silo: int | None = None,
 ) -> None:
     """A field of velocities, drawn towards the data, over the density that it is about."""
     side = torch.linspace(-WIDE, WIDE, GRID)
@@ -140,11 +150,13 @@ def scatter(axes: Axes, points_ND: Tensor, silo_N: Tensor | None, size: float = 
     frame(axes)
 
 
-def owners(world: World, points_ND: Tensor) -> Tensor:
+def owners(world: ToyWorld, points_ND: Tensor) -> Tensor:
     """The silo of the most likely component of each point."""
     zero_N = torch.zeros(len(points_ND), dtype=torch.float64)
-    found: Tensor = world.silo_C[world.log_joint(points_ND.double(), zero_N).argmax(1)]
-    return found
+    most_probable_silo_N: Tensor = world.silo_C[
+        world.log_joint(points_ND.double(), zero_N).argmax(1)
+    ]
+    return most_probable_silo_N
 
 
 def frame(axes: Axes) -> None:

@@ -20,7 +20,7 @@ from picture import draw_picture
 from sklearn.cluster import KMeans
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
-from world import SHARES, SILOS, World, islands
+from world import SHARES, SILOS, ToyWorld, islands
 
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble, mix_velocity
@@ -35,7 +35,10 @@ from ddm.training.objective import TrainingObjective
 # Shape legend: B batch, K silos, G public groups, D = 2 dimensions.
 
 BOUND = 0.1
-NUM_POINTS, NUM_PUBLIC, NUM_GROUPS, NUM_CHECKED = 20_000, 8_000, 24, 20_000
+NUM_POINTS = 20_000
+NUM_PUBLIC = 8_000
+NUM_GROUPS = 24
+NUM_CHECKED = 20_000
 WEIGHTS = ("posterior", "uniform", "top-1")
 
 
@@ -108,7 +111,7 @@ def weights_at(ensemble: Ensemble, x_BD: Tensor, t_B: Tensor, kind: str) -> Tens
     return one_hot(w_BK.argmax(1), num_experts).float() if kind == "top-1" else w_BK
 
 
-def relative_error(world: World, ensemble: Ensemble, kind: str, seed: int) -> float:
+def relative_error(world: ToyWorld, ensemble: Ensemble, kind: str, seed: int) -> float:
     """``sqrt(E |u_hat - u|^2 / E |u|^2)`` over t uniform in [0, 1] and x drawn from p_t."""
     random = torch.Generator().manual_seed(seed)
     t_B = torch.rand(NUM_CHECKED, generator=random)

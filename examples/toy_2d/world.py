@@ -16,7 +16,7 @@ SHARES = (0.55, 0.30, 0.15)
 
 
 @dataclass(frozen=True)
-class World:
+class ToyWorld:
     """The mixture.
 
     Args:
@@ -68,17 +68,18 @@ class World:
         return (self.mean_CD[c_N] + self.std_C[c_N, None] * noise_ND).float()
 
 
-def islands() -> World:
+def islands() -> ToyWorld:
     """Three arms of a whirl, one per silo, of unequal shares; near the middle they come close to each other."""
     along = torch.linspace(0.0, 1.0, 7, dtype=torch.float64)
-    mean, weight = [], []
+    mean = []
+    weight = []
     for silo, share in enumerate(SHARES):
         angle = pi / 2 - silo * 2 * pi / 3 + 1.9 * along
         radius = 0.55 + 2.1 * along
         mean.append(torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1))
         weight.append(share * torch.full_like(along, 1 / len(along)))
     std_C = (0.16 + 0.12 * along).repeat(len(SHARES))
-    return World(
+    return ToyWorld(
         torch.cat(mean),
         std_C,
         torch.cat(weight),

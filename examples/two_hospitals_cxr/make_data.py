@@ -15,10 +15,8 @@ import numpy as np
 from PIL import Image
 
 # of Hannover's 71 patients; of Guangzhou's 524 images
-NUM_PUBLIC_PATIENTS, NUM_PUBLIC_IMAGES = (
-    15,
-    150,
-)
+NUM_PUBLIC_PATIENTS = 15
+NUM_PUBLIC_IMAGES = 150
 TABLE = "metadata.csv"
 
 
@@ -109,9 +107,9 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        made = make_data(given.hannover, given.pneumonia, given.out, given.seed)
+        made = make_data(arguments.hannover, arguments.pneumonia, arguments.out, arguments.seed)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -40,8 +40,8 @@ def main() -> int:
     )
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
     parser.add_argument("--num", type=int, default=36, help="samples of each")
-    given = parser.parse_args()
-    code: int = run_demo(given.out, lambda demo: run(demo, given), AGAIN)
+    arguments = parser.parse_args()
+    code: int = run_demo(arguments.out, lambda demo: run(demo, arguments), AGAIN)
     return code
 
 

@@ -19,12 +19,13 @@ from ddm.audit.crossfit import MIN_UNITS
 from ddm.audit.effort import NUM_SHADOWS, SAMPLE_STEPS, TRAINING_CALLS
 from ddm.audit.membership import Membership, UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
-from ddm.audit.verdict import Findings
+from ddm.audit.verdict import MeasuredLeaks
 from ddm.diffusion.path import path_named
 from ddm.evaluation.copies import pixel_rows
 from ddm.evaluation.neighbours import nearest_in_blocks
 from ddm.images.rows import SelectedImages, blocks
 from ddm.protocol.base import File
+from ddm.system.progress import ProgressCallback
 from ddm.training.job import discard_job
 from ddm.training.jobs import train_job
 from ddm.training.planned import BaseExpert
@@ -50,7 +51,7 @@ _Scores = Mapping[str, Tensor]
 class _EvaluationCounter:
     """Counts evaluations of the expert; stops the work where `on_progress` raises."""
 
-    on_progress: Callable[[int, int], None]
+    on_progress: ProgressCallback
     total: int
     num_evaluations: int = 0
 
@@ -78,7 +79,7 @@ class _Audit:
 
 def audit_expert(
     expert: AuditedExpert,
-    on_progress: Callable[[int, int], None],
+    on_progress: ProgressCallback,
     should_stop: Callable[[], bool],
 ) -> ExpertAudit:
     """Measure what an expert remembers, and judge it.
@@ -140,7 +141,7 @@ def audit_expert(
         scales[space] = scale
         copies[space] = share_of_copies(scale, neighbours[f"{space} of samples"])
         control_copies[space] = float(is_copy_B.double().mean())
-    findings = Findings(
+    findings = MeasuredLeaks(
         num_holdout=num_tested,
         membership=membership,
         control=control,

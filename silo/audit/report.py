@@ -8,7 +8,7 @@ on the images beyond their epsilon. Their report is for the people of the site.
 from datetime import datetime
 
 from ddm.audit.membership import Attack
-from ddm.audit.verdict import Findings, judge, too_few_units
+from ddm.audit.verdict import MeasuredLeaks, judge, too_few_units
 from ddm.errors import AuditError
 from ddm.evaluation.intervals import Estimate
 from ddm.protocol.limits import Audit, Verdict
@@ -94,7 +94,7 @@ def join_reports(
 
 def expert_audit(
     expert_id: str,
-    findings: Findings,
+    findings: MeasuredLeaks,
     limits: Audit,
     num_samples: int,
 ) -> ExpertAudit:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.encoders import Progress
 from ddm.errors import DataError, SetupError
 from ddm.io.files import move_into_place, write_atomic
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan
+from ddm.system.progress import ProgressCallback
 from silo.config import SiloSettings
 from silo.data.cohort import Cohort
 
@@ -47,7 +47,7 @@ def check_encoder(plan: Plan, settings: SiloSettings) -> None:
 
 
 def keep_texts(
-    cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path, on_progress: Progress
+    cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path, on_progress: ProgressCallback
 ) -> None:
     """Encode every caption into a file in `folder`, unless it exists already; vectors of other plans are removed.
 

@@ -24,7 +24,8 @@ from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
-from silo.data.transformed import Advance, RequiredColumns, open_transformed
+from ddm.system.progress import ProgressCallback
+from silo.data.transformed import RequiredColumns, open_transformed
 from silo.images.source import ImageSource
 
 
@@ -116,7 +117,7 @@ def load_cohort(
     request: CohortRequest,
     salt: bytes,
     folder: Path | None = None,
-    advance: Advance = lambda done, num: None,
+    advance: ProgressCallback = lambda done, num: None,
 ) -> Cohort:
     """Read the images of a site once, block by block, and check them against a plan.
 
@@ -208,7 +209,11 @@ def load_cohort(
 
 
 def _open_arrays(
-    source: ImageSource, request: CohortRequest, salt: bytes, folder: Path | None, advance: Advance
+    source: ImageSource,
+    request: CohortRequest,
+    salt: bytes,
+    folder: Path | None,
+    advance: ProgressCallback,
 ) -> tuple[ImageArrays, int]:
     """Return the images as arrays, transformed if the plan says so, and how many each picture became."""
     data = source.find()

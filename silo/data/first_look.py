@@ -28,7 +28,7 @@ from silo.images.summary import Summary
 _COLUMNS = frozenset({"patients", "labels", "captions"})
 _REMEDY = "Correct all of these in the data file, then run the command again."
 _MAX_READ_BYTES = 1 << 28
-Advance = Callable[[int], None]
+ScanCallback = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FirstLook:
     num_adopted: int = 0
 
 
-def look_at(source: ImageSource, advance: Advance = lambda num_files: None) -> FirstLook:
+def look_at(source: ImageSource, advance: ScanCallback = lambda num_files: None) -> FirstLook:
     """Look at data: of arrays at headers, columns and some values; of anything else, by a scan, at every picture.
 
     Args:
@@ -140,7 +140,7 @@ class UnitCounts:
 
 
 def count_units(
-    source: ImageSource, *, patients: bool, advance: Advance = lambda num_files: None
+    source: ImageSource, *, patients: bool, advance: ScanCallback = lambda num_files: None
 ) -> UnitCounts:
     """Count the images of a site, and its patients if requested; after a scan, those that it accepts.
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ddm.encoders import Progress
 from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError, MissingFileError
 from ddm.images.fit import as_floats
@@ -30,6 +29,7 @@ from ddm.io.files import replacing
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent
 from ddm.protocol.plan import Plan
+from ddm.system.progress import ProgressCallback
 from silo.data.captions import texts_of
 from silo.data.cohort import Cohort
 
@@ -39,7 +39,7 @@ _RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: `silo with
 
 
 def keep_latents(
-    cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_progress: Progress
+    cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_progress: ProgressCallback
 ) -> None:
     """Encode every image into a file in `folder`, unless it exists already; latents of other plans are removed.
 
@@ -77,11 +77,13 @@ def _for_privacy(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
     which the accounting of private training does not cover.
     """
     if plan.expert.privacy:
-        return latent.alone()
+        return latent.for_single_samples()
     return latent
 
 
-def _encode(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
+def _encode(
+    images: Images, latent: AutoencoderKl, on_progress: ProgressCallback
+) -> Iterator[Tensor]:
     """Yield latents in blocks of a multiple of the autoencoder's own, which have the same values as one by one."""
     for start, block in blocks(images, size=_BLOCKS_IN_MEMORY * latent.block):
         yield latent.encode(block, replacement=0.0)

@@ -7,7 +7,7 @@ a refusal which pictures there are.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ddm.images.store import Item, StoredCohort, find_cohort, store_cohort
 from ddm.images.transform import Transform
 from ddm.io.files import replacing
 from ddm.protocol.classes import Classes
+from ddm.system.progress import ProgressCallback
 from silo.data.problems import refuse_all
 from silo.images.scan import ColumnOfPicture, QuarantineFile, ScannedImages
 from silo.images.scanned_image import ScannedImage
@@ -26,7 +27,6 @@ from silo.images.source import ImageSource
 LEFT_OUT = "left-out.csv"
 BLANK = "blank"
 NOT_TAKEN = f"{BLANK}: not taken by the plan"
-Advance = Callable[[int, int], None]
 _MAX_NAMED_CLASSES = 8  # in one message
 _MAX_REASONS = 8
 _PATIENTS_REMEDY = (
@@ -75,7 +75,7 @@ def open_transformed(
     transform: Transform,
     required: RequiredColumns,
     folder: Path,
-    advance: Advance = lambda done, num: None,
+    advance: ProgressCallback = lambda done, num: None,
 ) -> StoredCohort:
     """Return what the plan's transform makes of a site's pictures, from a copy in `folder` that is made once.
 
@@ -178,7 +178,7 @@ class _CohortBuilder:
     required: RequiredColumns
     transform: Transform
     left_out: QuarantineFile
-    advance: Advance
+    advance: ProgressCallback
     reasons: Counter[str] = field(default_factory=Counter)
     num_blank: int = 0
 

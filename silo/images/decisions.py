@@ -111,7 +111,7 @@ class Decisions:
         return None
 
     @property
-    def any(self) -> bool:
+    def has_any(self) -> bool:
         """Whether anything was decided."""
         with _readable(self._path):
             query = "select exists (select 1 from decisions)"

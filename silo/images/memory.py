@@ -341,7 +341,7 @@ def _key(folder: Path) -> bytes:
     path = folder / KEY_FILE
     if not path.exists():
         with Decisions.opened(folder) as decisions:
-            if decisions.any:
+            if decisions.has_any:
                 raise SetupError(
                     str(path),
                     expected="the key of decisions.sqlite beside it",

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 from ddm.privacy.accounting import Mechanism, adaptive_epsilon
 from ddm.system.console import table
-from silo.privacy.ledger import Debit, Draw, Ledger
+from silo.privacy.ledger import Debit, Ledger, NoiseDraw
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def account(ledger: Ledger) -> Account:
     delta = ledger.budget.delta
     drawn_kinds: dict[str, list[str]] = {}
     for entry in entries:
-        if isinstance(entry.record, Draw):
+        if isinstance(entry.record, NoiseDraw):
             kinds = drawn_kinds.setdefault(entry.record.debit, [])
             kinds.append(entry.record.kind)
     # One step a debit, in their order: a later plan may depend on what an earlier one released, so that they compose

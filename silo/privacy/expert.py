@@ -12,7 +12,7 @@ from ddm.errors import LedgerError
 from ddm.privacy.accounting import Mechanism
 from ddm.protocol.base import sha256_file
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy, NoWeightPrivacy
-from silo.privacy.ledger import Debit, Entry, Ledger
+from silo.privacy.ledger import Debit, Ledger, LedgerEntry
 from silo.privacy.spending import PlannedSpending
 
 
@@ -26,7 +26,7 @@ class PaidTraining:
     """
 
     ledger: Ledger
-    debit: Entry
+    debit: LedgerEntry
 
     @property
     def mechanism(self) -> DpSgdMechanism:
@@ -101,7 +101,7 @@ def stated_privacy(
     )
 
 
-def _paid(debit: Entry) -> DpSgdMechanism:
+def _paid(debit: LedgerEntry) -> DpSgdMechanism:
     mechanism: Mechanism | None = None
     if isinstance(debit.record, Debit):
         mechanism = debit.record.mechanisms.get("expert")

@@ -45,7 +45,7 @@ class Debit(chain.ChainRecord):
     dataset_digest: Digest
 
 
-class Draw(chain.ChainRecord):
+class NoiseDraw(chain.ChainRecord):
     """Noise drawn for one kind of a debit's statistics, by the digest of the file that holds it."""
 
     record: Literal["draw"] = "draw"
@@ -58,8 +58,8 @@ class _Head(chain.ChainHead):
     format: Literal["archipelago/ledger-head/1"] = "archipelago/ledger-head/1"
 
 
-_RECORD: TypeAdapter[Debit | Draw] = TypeAdapter(
-    Annotated[Debit | Draw, Field(discriminator="record")]
+_RECORD: TypeAdapter[Debit | NoiseDraw] = TypeAdapter(
+    Annotated[Debit | NoiseDraw, Field(discriminator="record")]
 )
 _FORM = chain.ChainFormat(
     name="ledger",
@@ -70,7 +70,7 @@ _FORM = chain.ChainFormat(
     error=LedgerError,
     disk_full_remedy="Make room on the disk, then run it again; the ledger is as it was, or counts the noise as spent.",
 )
-Entry = chain.ChainEntry[Debit | Draw]
+LedgerEntry = chain.ChainEntry[Debit | NoiseDraw]
 
 
 class Ledger:
@@ -108,7 +108,7 @@ class Ledger:
         dataset_digest: str,
         unit: Unit,
         mechanisms: Mapping[PaidKind, Mechanism],
-    ) -> Entry:
+    ) -> LedgerEntry:
         """Debit all that a plan draws; call it before the first noise is drawn.
 
         The same plan and dataset are debited once: a second call returns the first entry, so a worker that crashed
@@ -167,7 +167,7 @@ class Ledger:
             if not _debit_of(entries, plan_digest, dataset_digest):
                 self._check_budget(entries, mechanisms)
 
-    def record_draw(self, debit: Entry, kind: PaidKind, draw_digest: str) -> Entry:
+    def record_draw(self, debit: LedgerEntry, kind: PaidKind, draw_digest: str) -> LedgerEntry:
         """Record that `kind` was drawn for `debit`; call it once the draw is durable and before it is used.
 
         Raises:
@@ -185,7 +185,7 @@ class Ledger:
             if _draw_of(entries, debit, kind) is not None:
                 expected = f"one draw of {kind} for one debit"
                 raise LedgerError("draw", expected=expected, got="a second draw")
-            draw = Draw(
+            draw = NoiseDraw(
                 number=len(entries) + 1,
                 previous=_last_digest(entries),
                 at=now_utc(),
@@ -195,12 +195,12 @@ class Ledger:
             )
             return self._append(draw)
 
-    def debit_of(self, plan_digest: str, dataset_digest: str) -> Entry | None:
+    def debit_of(self, plan_digest: str, dataset_digest: str) -> LedgerEntry | None:
         """Return the debit of a plan on a data set, None where there is none."""
         with self._locked() as entries:
             return _debit_of(entries, plan_digest, dataset_digest)
 
-    def draw_of(self, debit: Entry, kind: PaidKind) -> str | None:
+    def draw_of(self, debit: LedgerEntry, kind: PaidKind) -> str | None:
         """Return the digest of what was drawn of `kind` for `debit`, or None if nothing was."""
         with self._locked() as entries:
             return _draw_of(entries, debit, kind)
@@ -227,7 +227,7 @@ class Ledger:
             return _last_digest(entries), len(entries), digests
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """Every record, oldest first, verified."""
         with self._locked() as entries:
             return entries
@@ -250,7 +250,7 @@ class Ledger:
             yield
 
     def _check_budget(
-        self, entries: tuple[Entry, ...], mechanisms: Mapping[PaidKind, Mechanism]
+        self, entries: tuple[LedgerEntry, ...], mechanisms: Mapping[PaidKind, Mechanism]
     ) -> None:
         # A debit without room for its draws would spend epsilon for statistics that can never be recorded.
         num_draws = len(mechanisms)
@@ -270,7 +270,7 @@ class Ledger:
             )
 
     @contextmanager
-    def _locked(self) -> Iterator[tuple[Entry, ...]]:
+    def _locked(self) -> Iterator[tuple[LedgerEntry, ...]]:
         """Hold the ledger for one process at a time, verified, and repaired where that is safe."""
         if not self.draws.is_dir():
             raise LedgerError(
@@ -304,7 +304,7 @@ class Ledger:
         """Note its head in every anchor."""
         self._guard.record(num_entries, head_digest)
 
-    def _append(self, record: Debit | Draw) -> Entry:
+    def _append(self, record: Debit | NoiseDraw) -> LedgerEntry:
         return self._chain.append(record)
 
 
@@ -317,7 +317,7 @@ def make_ledger(path: Path) -> None:
     chain.Chain(path, _FORM, path.with_name("draws")).create()
 
 
-def _last_digest(entries: tuple[Entry, ...]) -> str:
+def _last_digest(entries: tuple[LedgerEntry, ...]) -> str:
     """Return the digest that the next record names as the one before it."""
     if not entries:
         return _GENESIS
@@ -340,30 +340,30 @@ def _check_same_terms(
     )
 
 
-def _debit_entries(entries: tuple[Entry, ...]) -> Iterator[Entry]:
+def _debit_entries(entries: tuple[LedgerEntry, ...]) -> Iterator[LedgerEntry]:
     return (entry for entry in entries if isinstance(entry.record, Debit))
 
 
-def _as_debit(entry: Entry) -> Debit:
+def _as_debit(entry: LedgerEntry) -> Debit:
     """Return the record of an entry that is known to be a debit."""
     if not isinstance(entry.record, Debit):
         raise LedgerError("ledger", expected="a debit", got=f"a {entry.record.record}")
     return entry.record
 
 
-def _debits(entries: tuple[Entry, ...]) -> Iterator[Debit]:
+def _debits(entries: tuple[LedgerEntry, ...]) -> Iterator[Debit]:
     return (_as_debit(entry) for entry in _debit_entries(entries))
 
 
-def _draws(entries: tuple[Entry, ...]) -> Iterator[Draw]:
-    return (entry.record for entry in entries if isinstance(entry.record, Draw))
+def _draws(entries: tuple[LedgerEntry, ...]) -> Iterator[NoiseDraw]:
+    return (entry.record for entry in entries if isinstance(entry.record, NoiseDraw))
 
 
 def _debit_of(
-    entries: tuple[Entry, ...],
+    entries: tuple[LedgerEntry, ...],
     plan_digest: str,
     dataset_digest: str,
-) -> Entry | None:
+) -> LedgerEntry | None:
     for entry in _debit_entries(entries):
         debit = _as_debit(entry)
         if debit.plan_digest == plan_digest and debit.dataset_digest == dataset_digest:
@@ -371,7 +371,7 @@ def _debit_of(
     return None
 
 
-def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: PaidKind) -> str | None:
+def _draw_of(entries: tuple[LedgerEntry, ...], debit: LedgerEntry, kind: PaidKind) -> str | None:
     for draw in _draws(entries):
         if draw.debit == debit.digest and draw.kind == kind:
             return draw.draw_digest

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ddm.protocol.plan import Plan
 from ddm.statistics.cost import paid_mechanisms
-from silo.privacy.ledger import Entry, Ledger
+from silo.privacy.ledger import Ledger, LedgerEntry
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PlannedSpending:
     dataset_digest: str
     num_units: int
 
-    def pay_from(self, ledger: Ledger) -> Entry:
+    def pay_from(self, ledger: Ledger) -> LedgerEntry:
         """Debit all that the plan draws, before the first noise; a second call returns the first debit.
 
         Raises:
@@ -38,7 +38,7 @@ class PlannedSpending:
             paid_mechanisms(self.plan, self.num_units),
         )
 
-    def debit_in(self, ledger: Ledger) -> Entry | None:
+    def debit_in(self, ledger: Ledger) -> LedgerEntry | None:
         """Return the debit that paid for it, None where it was not paid yet.
 
         Raises:

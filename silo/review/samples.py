@@ -84,7 +84,7 @@ class ExpertSheets:
         return tuple(self._sheets.values())
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether nothing more comes."""
         return all(sheet.problem or len(sheet.pictures) >= sheet.num for sheet in self.sheets)
 

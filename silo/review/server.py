@@ -107,7 +107,7 @@ def _handlers(
 
     async def show_state(request: Request) -> Response:
         sheets_json = [asdict(sheet) for sheet in sheets.sheets]
-        return json_response({**_state(site, facts), "sheets": sheets_json, "done": sheets.done})
+        return json_response({**_state(site, facts), "sheets": sheets_json, "done": sheets.is_done})
 
     async def approve_draft(request: Request) -> Response:
         return await _decide(request, facts, lambda digest: approve(site, digest))

@@ -27,7 +27,7 @@ def review_text(site: Site, facts: ReviewFacts) -> str:
         _noise(facts),
         _without_dp(draft),
         _leaks(facts),
-        _news(facts),
+        _changes(facts),
         _next_step(site, draft),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -91,7 +91,7 @@ def _noise(facts: ReviewFacts) -> str:
     return table(rows, ("statistic", "noise"))
 
 
-def _news(facts: ReviewFacts) -> str:
+def _changes(facts: ReviewFacts) -> str:
     if not facts.previous:
         return ""
     rows = [

@@ -111,7 +111,7 @@ class SitePaths:
         return self.anchor.parent
 
     @property
-    def elsewhere(self) -> tuple[Path, ...]:
+    def outside_private(self) -> tuple[Path, ...]:
         """What the worker alone writes outside its private folder."""
         folders = (self.ledger, self._anchor_folder, self.jobs)
         outside = [
@@ -135,7 +135,7 @@ class SitePaths:
             reads.append(self.text_encoder)
         return Access(
             reads=tuple(reads),
-            writes=(self.site.private, self.site.outbox, *self.elsewhere),
+            writes=(self.site.private, self.site.outbox, *self.outside_private),
             hidden=(self.site.courier,),
         )
 
@@ -145,7 +145,7 @@ class SitePaths:
         return Access(
             reads=(*self._configuration, self.site.outbox),
             writes=(self.site.courier, self.site.inbox),
-            hidden=(self.site.private, self.data, self.passphrase_file, *self.elsewhere),
+            hidden=(self.site.private, self.data, self.passphrase_file, *self.outside_private),
         )
 
     @property

@@ -13,6 +13,7 @@ from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
 from ddm.protocol.base import now_utc
 from ddm.protocol.partition import RandomPartition
 from ddm.protocol.submission import AuditVerdict
+from ddm.system.progress import ProgressCallback
 from ddm.training.job import JobFolder
 from ddm.training.jobs import TrainingTask
 from ddm.training.planned import PlannedExpert, public_base
@@ -121,7 +122,7 @@ def _held_out_once(work: Workspace, cohort: Cohort, policy: Policy) -> Tensor:
 
 
 def audit_experts(
-    inputs: AuditInputs, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]
+    inputs: AuditInputs, on_progress: ProgressCallback, should_stop: Callable[[], bool]
 ) -> None:
     """Audit all experts together, from the last part that was measured, and keep the report.
 
@@ -157,7 +158,7 @@ def audit_experts(
 
 
 def _audit_each_expert(
-    inputs: AuditInputs, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]
+    inputs: AuditInputs, on_progress: ProgressCallback, should_stop: Callable[[], bool]
 ) -> tuple[ExpertAudit, ...]:
     audits: list[ExpertAudit] = []
     for subject in _subjects(inputs):

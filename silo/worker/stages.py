@@ -4,7 +4,7 @@ Training itself: `silo.worker.training`; the audit: `silo.worker.auditing`.
 """
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import nan
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from ddm.protocol.latent import Autoencoder
 from ddm.protocol.statistics import StatisticKind
 from ddm.statistics.base import StatisticSource
 from ddm.statistics.cost import paid_mechanisms
+from ddm.system.progress import ProgressCallback
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.data.declared import check_declared
-from silo.data.transformed import Advance
 from silo.images.source import ImageSource
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workspace
@@ -49,7 +49,10 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
 
 
 def scan_images(
-    site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = lambda done, num: None
+    site: Site,
+    accepted: AcceptedPlan,
+    policy: Policy,
+    advance: ProgressCallback = lambda done, num: None,
 ) -> Cohort:
     """Read the private images, with patients, classes and captions where the plan needs them, and check them.
 
@@ -152,7 +155,7 @@ def assign_images(
     cohort: Cohort,
     files: PlanFiles,
     cohort_path: Path,
-    on_progress: Callable[[int, int], None],
+    on_progress: ProgressCallback,
     *,
     pixels: Images | None = None,
 ) -> None:

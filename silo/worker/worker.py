@@ -18,6 +18,7 @@ from ddm.statistics.of_plan import statistics_of
 from ddm.system.console import exit_code_of
 from ddm.system.cores import default_threads
 from ddm.system.escape import escape_control
+from ddm.system.progress import ProgressCallback
 from ddm.training.progress import Progress
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.trust.keys import SigningKey
@@ -539,7 +540,7 @@ class Worker:
             raise changed_images(self.state, accepted, cohort, self._open_ledger())
         return cohort
 
-    def count_images(self, stage: Stage) -> Callable[[int, int], None]:
+    def count_images(self, stage: Stage) -> ProgressCallback:
         """Return what shows the progress of a stage; it is not saved, since an interrupted stage starts over."""
 
         def count(num_done: int, num_images: int) -> None:

@@ -124,7 +124,8 @@ def test_experts_start_from_the_base_and_all_of_their_weights_are_trained(
 
 
 def test_plan_manifest_card_and_info_state_the_base(first: FirstRound) -> None:
-    plan, manifest = first.opened.plan, first.opened.manifest
+    plan = first.opened.plan
+    manifest = first.opened.manifest
     assert plan.base is not None and manifest.base == plan.base
     assert isinstance(plan.base.origin, FileBase)
     assert plan.base.digest == plan.file("plan/base.safetensors").digest

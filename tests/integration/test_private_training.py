@@ -11,7 +11,7 @@ from ddm.statistics.cost import mechanisms
 from silo.audit.holdout import num_holdout_units
 from silo.config import Site
 from silo.privacy.holder import open_ledger
-from silo.privacy.ledger import Debit, Draw
+from silo.privacy.ledger import Debit, NoiseDraw
 from tests.support.commands import run_command
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 
@@ -129,7 +129,7 @@ def test_ledger_holds_one_debit_for_statistics_and_expert_and_the_drawn_expert(
         draws = {
             entry.record.kind: entry.record.draw_digest
             for entry in open_ledger(site, site.policy()).entries
-            if isinstance(entry.record, Draw)
+            if isinstance(entry.record, NoiseDraw)
         }
         (signed,) = release.submissions[silo_id].experts
         assert draws["expert"] == signed.file.digest

@@ -11,7 +11,7 @@ from ddm.models import build_expert
 from ddm.protocol.architecture import Dit
 from examples.paper.federated.flattening import flat, named
 from examples.paper.federated.running import run
-from examples.paper.federated.terms import DONE, FAILED, LOST, ROUND, Terms
+from examples.paper.federated.terms import DONE, FAILED, LOST, ROUND, FederatedTerms
 from examples.paper.federated.terms import TERMS as TERMS_FILE
 from examples.paper.federated.trainer import learn, pull
 from examples.paper.tables.averaging import rounds_in_process
@@ -19,7 +19,7 @@ from examples.paper.tables.further import FEDAVG, ONE_SHOT
 from examples.paper.tables.results import Cell, Figure
 from examples.paper.tables.targets import targets
 
-TERMS = Terms(
+TERMS = FederatedTerms(
     method="fedprox",
     num_silos=2,
     network=Dit(patch=2, hidden=16, depth=1, heads=2),

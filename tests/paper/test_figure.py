@@ -14,19 +14,21 @@ from examples.paper.privacy.families import as_published, fit_exact
 from examples.paper.privacy.measure import TIMES, measure
 from examples.paper.privacy.public import fit_public_parts
 from examples.paper.privacy.reference import Bench
-from examples.paper.privacy.results import Record, SeedResult, Shares, presets_for
+from examples.paper.privacy.results import FamilyRecord, SeedResult, Shares, presets_for
 from examples.paper.privacy.shares import Confused, PriorOnly, sampling_error, total_variation
 from examples.paper.privacy.targets import check_targets, interval, reference_gain
-from examples.paper.privacy.worlds import DATASETS, World, make_world
+from examples.paper.privacy.worlds import DATASETS, PrivateWorld, make_world
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world() -> PrivateWorld:
     return make_world(DATASETS["digits"], None, seed=0)
 
 
-def _record(family: str, epsilon: float | None, gain: float, difference: float = 0.0) -> Record:
-    return Record(
+def _record(
+    family: str, epsilon: float | None, gain: float, difference: float = 0.0
+) -> FamilyRecord:
+    return FamilyRecord(
         family=family,
         epsilon=epsilon,
         draw=0,
@@ -39,7 +41,7 @@ def _record(family: str, epsilon: float | None, gain: float, difference: float =
     )
 
 
-def _seed(seed: int, *records: Record) -> SeedResult:
+def _seed(seed: int, *records: FamilyRecord) -> SeedResult:
     exact = _record("exact counts, not private", None, 0.4)
     network = _record("network, not private", None, 0.5)
     return SeedResult(
@@ -85,7 +87,7 @@ def test_gain_is_held_against_the_better_reference_of_the_same_seed() -> None:
     assert at_a_third.value == pytest.approx(0.9) and at_a_third.met
 
 
-def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: World) -> None:
+def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: PrivateWorld) -> None:
     prior = measure(None, world)
     expected = -float((world.soft_NK * world.prior_K.log()).sum(1).mean())
     assert prior.loss_T == pytest.approx([expected] * len(TIMES))
@@ -97,7 +99,7 @@ def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: Wo
 
 
 def test_router_counts_as_it_is_where_noise_leaves_nothing_to_fit_its_temperature_on(
-    world: World,
+    world: PrivateWorld,
 ) -> None:
     parts = fit_public_parts(world, "pca", 0, 0, lambda message: None)
     exact = fit_exact(world, parts)
@@ -143,7 +145,7 @@ def test_shares_within_clusters_show_nothing_where_a_control_does_not_stand_out(
     assert (marginal.met, inside.met) == (True, met)
 
 
-def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> None:
+def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: PrivateWorld) -> None:
     exact = fit_exact(world, fit_public_parts(world, "pca", 0, 0, lambda message: None)).router
     x_B = world.test[:50]
     t_B = torch.full((50,), 0.1)
@@ -157,7 +159,7 @@ def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> 
     assert not torch.allclose(confused_BK, answer_BK)
 
 
-def test_network_beside_a_router_is_that_router_before_training(world: World) -> None:
+def test_network_beside_a_router_is_that_router_before_training(world: PrivateWorld) -> None:
     exact = fit_exact(world, fit_public_parts(world, "pca", 0, 0, lambda message: None)).router
     untrained = Bench(world, 0).beside(exact, 1, lambda message: None)
     ours = measure(untrained, world)
@@ -177,7 +179,7 @@ def test_stopped_run_takes_up_what_was_kept_and_measures_again_what_it_cannot_re
     assert read_result(tmp_path / "1.json") is None
 
 
-def test_owners_of_images_follow_from_their_classes_alone(world: World) -> None:
+def test_owners_of_images_follow_from_their_classes_alone(world: PrivateWorld) -> None:
     assert torch.allclose(world.soft_NK.sum(1), torch.ones(len(world.test), dtype=torch.float64))
     assert len(torch.unique(world.soft_NK, dim=0)) == 10
     assert sum(world.num_units) == DATASETS["digits"].num_private

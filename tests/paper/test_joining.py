@@ -20,7 +20,7 @@ from examples.paper.tables.sources import (
     PublicImages,
     SiloImages,
 )
-from examples.paper.tables.targets import Target, targets
+from examples.paper.tables.targets import TableTarget, targets
 
 PRESET = preset_for("cpu", (1, 28, 28))
 SILOS = Experts(num=8, partition="silos")
@@ -114,7 +114,7 @@ def test_targets_compare_the_rows_that_they_name() -> None:
     }
     reached = {target.figure: target for target in targets({JOINING: measured})}
 
-    def named(*words: str) -> Target:
+    def named(*words: str) -> TableTarget:
         (found,) = [reached[figure] for figure in reached if all(word in figure for word in words)]
         return found
 

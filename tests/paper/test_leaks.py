@@ -10,8 +10,8 @@ import torch
 from ddm.evaluation.intervals import Estimate
 from examples.paper.leaks import __main__ as leaks
 from examples.paper.leaks.choices import CHOICES, plan_of
-from examples.paper.leaks.results import Cell, write_report
-from examples.paper.leaks.site import Data, Silo, Workshop
+from examples.paper.leaks.results import LeakCell, write_report
+from examples.paper.leaks.site import Data, LeakWorkshop, Silo
 from examples.paper.tables.data import Part, World
 from examples.paper.tables.results import Figure
 
@@ -28,10 +28,10 @@ def world() -> World:
     return World("made", part(400, 0), part(300, 1), part(800, 2), part(200, 3))
 
 
-def cell(choice: str, images: int, auc: float) -> Cell:
+def cell(choice: str, images: int, auc: float) -> LeakCell:
     figure = Figure(value=auc, low=auc - 0.05, high=auc + 0.05)
     figures = dict.fromkeys(("auc", "tpr", "copies", "fid", "kid"), figure)
-    return Cell(
+    return LeakCell(
         choice=choice,
         images=images,
         steps=3,
@@ -57,7 +57,7 @@ def test_public_expert_sees_no_class_of_the_silo_and_nobody_learns_the_units_hel
         and len(data.public) == 150
         and len(data.test) == 100
     )
-    silo = Silo(Workshop(data, world, Path("unused"), 1.0), CHOICES["whole"], 50)
+    silo = Silo(LeakWorkshop(data, world, Path("unused"), 1.0), CHOICES["whole"], 50)
     assert torch.equal(silo.cohort.images[:50], data.learned[:50]) and torch.equal(
         silo.cohort.images[50:], data.held
     )
@@ -67,7 +67,7 @@ def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_
     world: World,
 ) -> None:
     data = Data.of(world, (1, 2))
-    whole = Workshop(data, world, Path("unused"), 1.0)
+    whole = LeakWorkshop(data, world, Path("unused"), 1.0)
     plans = {name: plan_of(SHAPE, choice, 350) for name, choice in CHOICES.items()}
     assert {name for name, plan in plans.items() if plan.expert.privacy} == {"lora-8", "lora-2"}
     whole.__dict__["base"] = None

@@ -46,10 +46,10 @@ from examples.paper.tables.rates import (
 )
 from examples.paper.tables.results import (
     Cell,
-    Choice,
     Cost,
     Figure,
     Kept,
+    RateChoice,
     command_of,
     over_seeds,
     spread,
@@ -57,7 +57,7 @@ from examples.paper.tables.results import (
 from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Federated, Monolith, Trained
-from examples.paper.tables.targets import Target, flops_to, targets
+from examples.paper.tables.targets import TableTarget, flops_to, targets
 from tests.support.errors import has_subject
 from tests.support.waiting import wait_until
 
@@ -236,7 +236,7 @@ def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy
     # The strategy full is dear, and not needed of a router that is not the best.
     del cells["learned, epsilon 1, full"]
 
-    def target() -> Target:
+    def target() -> TableTarget:
         return next(target for target in targets({6: cells}) if "epsilon 1" in target.figure)
 
     assert target().value == pytest.approx(1.2) and target().met == "no"
@@ -616,18 +616,18 @@ def test_weight_of_fedprox_is_chosen_on_validation_images_with_a_rate_for_each()
         ("fedprox", mu, 25) for mu in preset.mus
     ]
 
-    def choice(source: Trained) -> Choice:
+    def choice(source: Trained) -> RateChoice:
         fid = {0.0001: 30.0, 0.001: 20.0, 0.01: 40.0}[cast(Federated, source).mu]
-        return Choice(rate=0.1, tried={"0.1": fid}, steps=1, judge="a")
+        return RateChoice(rate=0.1, tried={"0.1": fid}, steps=1, judge="a")
 
     best = settled(row, preset, choice)
     assert best and best.source == weights[1]
 
-    def diverging(source: Trained) -> Choice:
+    def diverging(source: Trained) -> RateChoice:
         return (
             choice(source)
             if source == weights[2]
-            else Choice(rate=0.1, tried={"0.1": None}, steps=0, judge="a")
+            else RateChoice(rate=0.1, tried={"0.1": None}, steps=0, judge="a")
         )
 
     left = settled(row, preset, diverging)
@@ -642,13 +642,13 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     fids = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}
     judges = {1: "a"}
 
-    def choice(source: Trained) -> Choice | None:
+    def choice(source: Trained) -> RateChoice | None:
         fid = fids.get(cast(Monolith, source).updates)
         judge = judges.get(cast(Monolith, source).updates, "a")
         return (
             None
             if fid is None
-            else Choice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, judge=judge)
+            else RateChoice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, judge=judge)
         )
 
     plain = Monolith(budget=0.5)
@@ -682,7 +682,7 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
         for flops, fid in curve
     }
 
-    def found() -> Target:
+    def found() -> TableTarget:
         return next(
             target for target in targets({4: cells}) if target.figure.startswith("training FLOPs")
         )
@@ -715,7 +715,7 @@ def test_rate_at_which_nothing_trains_is_kept_and_told_where_a_model_is_needed(
     assert (
         not none.trains
         and set(none.tried.values()) == {None}
-        and Choice(rate=1.0, tried={}, steps=0).trains
+        and RateChoice(rate=1.0, tried={}, steps=0).trains
     )
     lab = Lab(world, preset, tmp_path, nobody(world), Clock())
     lab.kept.write(lab._key("rate", "monolith"), none)
@@ -727,7 +727,7 @@ def test_all_seeds_of_a_row_are_trained_at_one_rate(world: World, tmp_path: Path
     """A published rate stays in force where this run's classifier chooses as well; cells of another rate do not."""
     preset = preset_for("cpu", world.data.shape)
     judge = nobody(world)
-    before = Choice(rate=0.5, tried={"0.5": 1.0}, steps=1, judge="another")
+    before = RateChoice(rate=0.5, tried={"0.5": 1.0}, steps=1, judge="another")
     lab = Lab(
         world,
         preset,

@@ -11,7 +11,7 @@ from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
 from ddm.audit.effort import NUM_SHADOWS, effort_of
 from ddm.audit.membership import UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
-from ddm.audit.verdict import Findings, judge
+from ddm.audit.verdict import MeasuredLeaks, judge
 from ddm.diffusion.path import LinearPath
 from ddm.evaluation.neighbours import nearest_in_blocks
 from ddm.models import build_expert
@@ -104,7 +104,7 @@ class AuditedDigits:
     """An expert and what its audit measured."""
 
     expert: nn.Module
-    findings: Findings
+    findings: MeasuredLeaks
 
     @property
     def verdict(self) -> Verdict:
@@ -163,7 +163,7 @@ def audit_digits(
     blurred = learned[:100] + 0.02 * torch.randn(
         learned[:100].shape, generator=torch.Generator().manual_seed(0)
     )
-    findings = Findings(
+    findings = MeasuredLeaks(
         num_holdout=int((~duplicates(held_HK)).sum()),
         membership=measure_membership(
             score_units(expert, learned[:num], held),

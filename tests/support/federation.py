@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.public_columns import Columns
+from aggregator.intake.public_columns import PublicColumns
 from aggregator.intake.service import IntakeService
 from aggregator.membership.registry import enroll_silo
 from aggregator.planning.carrying import CarriedExperts, choose_carried
@@ -109,7 +109,7 @@ def make_draft(
     public: Tensor | CarriedExperts,
     folder: Path,
     *,
-    columns: Columns | None = None,
+    columns: PublicColumns | None = None,
 ) -> Draft:
     """Open what a recipe names, as `aggregator plan` does, and draft its plan; nothing is signed."""
     if isinstance(public, CarriedExperts):

@@ -6,11 +6,11 @@ from typing import Literal
 
 from aggregator.monitoring.standing import (
     STANDINGS,
-    Report,
-    Standing,
+    SiloReport,
+    SiloStanding,
     StandingWords,
     SubmissionStatus,
-    Verdict,
+    SubmissionVerdict,
     decide_standing,
 )
 from ddm.errors import AuditError, DataError
@@ -153,14 +153,14 @@ def _view(state: State, worker: WorkerCase, code: int) -> PlanLifeView:
     )
 
 
-def aggregator_standing(state: State, code: int = 0) -> Standing:
+def aggregator_standing(state: State, code: int = 0) -> SiloStanding:
     """Return how the aggregator sees a silo in a state, once both have heard all that the other said.
 
     Args:
         state: the silo's.
         code: that it reported with the state.
     """
-    answers: Mapping[SiloState, Verdict] = {
+    answers: Mapping[SiloState, SubmissionVerdict] = {
         "in_outbox": "quarantined" if state.held else "arrived",
         "accepted": "accepted",
         "refused": "refused",
@@ -171,7 +171,7 @@ def aggregator_standing(state: State, code: int = 0) -> Standing:
     submissions = (SubmissionStatus(sequence=1, verdict=verdict),) if verdict else ()
     # The aggregator is at the next plan by then, of which this silo has only heard.
     reported = "waiting" if state.state == "superseded" else state.state
-    report = Report(state=reported, sequence=state.sequence, code=code)
+    report = SiloReport(state=reported, sequence=state.sequence, code=code)
     return decide_standing(submissions, None, report, answered=True, silent=False)
 
 

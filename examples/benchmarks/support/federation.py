@@ -123,7 +123,8 @@ def write_expert(path: Path, architecture: Dit, *, seed: int, sparse: bool = Fal
         sparse: write zeros that take no disk space instead.
     """
     specs: dict[str, TensorSpec] = dict(sorted(expected_tensors(architecture, SHAPE).items()))
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, spec in specs.items():
         header[name] = {
             "dtype": spec.dtype,
@@ -168,7 +169,8 @@ class MadeUp:
         sites = {}
         for number in range(num_silos):
             silo_id = f"silo{number}"
-            site, data = Site(path / silo_id), path / f"{silo_id}.npz"
+            site = Site(path / silo_id)
+            data = path / f"{silo_id}.npz"
             np.savez(data, images=_images(number))
             invited = read_invitation(invitation, sha256_file(invitation))
             key = init_site(site, SiteSetup(silo_id, data), invited, PASSPHRASE)
@@ -184,7 +186,8 @@ class MadeUp:
 
     def answer(self, silo_id: str, write: Callable[[Path], None]) -> None:
         """Let the silo's worker do everything but training: `write` writes the expert instead."""
-        site, plan_id = self.sites[silo_id], self.plan.plan_id
+        site = self.sites[silo_id]
+        plan_id = self.plan.plan_id
         if not (site.inbox / plan_id / "bundle").exists():
             shutil.copytree(self.federation.bundle(plan_id), site.inbox / plan_id / "bundle")
             write_waiver(site, _waiver(self.plan.digest))

@@ -26,7 +26,9 @@ ARCHITECTURE = Dit(patch=2, hidden=64, depth=3, heads=4)
 SHAPE = (1, 14, 14)
 CLASSES = ((0, 2, 3, 4, 6), (5, 7, 9), (1, 8))  # tops; shoes; trousers and bags
 PRIOR = (0.5, 0.3, 0.2)
-RANK, NUM_GROUPS, PUBLIC = 32, 64, 8000
+RANK = 32
+NUM_GROUPS = 64
+PUBLIC = 8000
 
 
 def read_fashion(folder: Path) -> tuple[Tensor, Tensor]:
@@ -77,20 +79,21 @@ def _train(expert: nn.Module, images: Tensor, folder: Path, num_steps: int) -> d
             )
 
     folder.mkdir(parents=True, exist_ok=True)
-    done = train(
+    training = train(
         expert,
         Examples(images),
         recipe,
         TrainingObjective(),
         TrainingRun(folder, on_progress=tell, engine=Engine(device="cpu")),
     )
-    return done.ema
+    return training.ema
 
 
 def counts_router(data: Path) -> CountsRouter:
     """Fit groups on some of the images as if they were public, and count each expert's images in them."""
     images, label = read_fashion(data)
-    images, label = images[:PUBLIC], label[:PUBLIC]
+    images = images[:PUBLIC]
+    label = label[:PUBLIC]
     groups = KMeans(NUM_GROUPS, n_init=1, random_state=0).fit_predict(images.flatten(1).numpy())
     group_N = torch.from_numpy(groups.astype(np.int64))
     sketch = Sketch.fit(images, group_N, RANK, NUM_GROUPS)

@@ -74,10 +74,10 @@ class Processes(threading.Thread):
 
     def cpu_s(self) -> dict[str, float]:
         """Seconds of processor time so far, by role, ended processes included."""
-        found: dict[str, float] = {}
+        seconds_by_role: dict[str, float] = {}
         for role, seconds in list(self._cpu_s.values()):
-            found[role] = found.get(role, 0.0) + seconds
-        return found
+            seconds_by_role[role] = seconds_by_role.get(role, 0.0) + seconds
+        return seconds_by_role
 
     def rows(
         self, what: str, since: dict[str, float] | None = None
@@ -119,7 +119,8 @@ def say(text: str) -> None:
 def require_space(folder: Path, num_bytes: int) -> None:
     """Exit unless the disk has that much free space and five GiB more."""
     folder.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(folder).free, num_bytes + 5 * 2**30
+    free = shutil.disk_usage(folder).free
+    needed = num_bytes + 5 * 2**30
     if free < needed:
         sys.exit(
             f"{folder}: expected {needed / 2**30:.0f} GiB free, got {free / 2**30:.0f}; choose another --work"

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ddm.diffusion.path import Path, Velocity
 
-_GRID, _PROJECTIONS = 20_001, 16
+_GRID = 20_001
+_PROJECTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Mixture:
         )
 
     def _log_joint(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
-        alpha_B1, sigma_B1 = self.path.alpha(t_B)[:, None], self.path.sigma(t_B)[:, None]
+        alpha_B1 = self.path.alpha(t_B)[:, None]
+        sigma_B1 = self.path.sigma(t_B)[:, None]
         variance_BC = (alpha_B1 * self.std_C).square() + sigma_B1.square()
         square_BC = (x_BD[:, None] - alpha_B1[..., None] * self.mean_CD).square().sum(-1)
         dims = self.mean_CD.shape[1]
@@ -54,16 +56,15 @@ class Mixture:
 
         def velocity(x_BD: Tensor, t_B: Tensor) -> Tensor:
             x_BD, t_B, dtype = x_BD.double(), t_B.double(), x_BD.dtype
-            alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
+            alpha = self.path.alpha(t_B)[:, None, None]
+            sigma = self.path.sigma(t_B)[:, None, None]
             std_C1 = self.std_C[:, None]
             residual_BCD = (x_BD[:, None] - alpha * self.mean_CD) / (
                 (alpha * std_C1).square() + sigma.square()
             )
             x_0_BCD = self.mean_CD + alpha * std_C1.square() * residual_BCD
-            d_alpha, d_sigma = (
-                self.path.d_alpha(t_B)[:, None, None],
-                self.path.d_sigma(t_B)[:, None, None],
-            )
+            d_alpha = self.path.d_alpha(t_B)[:, None, None]
+            d_sigma = self.path.d_sigma(t_B)[:, None, None]
             of_BC = (
                 self._log_joint(x_BD, t_B).masked_fill(self.silo_C != silo, -torch.inf).softmax(1)
             )
@@ -99,18 +100,16 @@ class Mixture:
         )
         direction_PD /= direction_PD.norm(dim=1, keepdim=True)
         level_N = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-        found = []
+        quantiles = []
         for mean_C in direction_PD @ self.mean_CD.T:
-            low, high = (
-                float((mean_C - 8 * self.std_C).min()),
-                float((mean_C + 8 * self.std_C).max()),
-            )
+            low = float((mean_C - 8 * self.std_C).min())
+            high = float((mean_C + 8 * self.std_C).max())
             at_G = torch.linspace(low, high, _GRID, dtype=torch.float64)
             below_GC = (1 + torch.erf((at_G[:, None] - mean_C) / (self.std_C * math.sqrt(2)))) / 2
-            found.append(
+            quantiles.append(
                 at_G[torch.searchsorted(below_GC @ self.weight_C, level_N).clamp(max=_GRID - 1)]
             )
-        return direction_PD, torch.stack(found)
+        return direction_PD, torch.stack(quantiles)
 
 
 def sliced_distance(x_ND: Tensor, direction_PD: Tensor, quantile_PN: Tensor) -> float:
@@ -129,7 +128,8 @@ def plane(path: Path) -> Mixture:
         [-2.0, -1.5],
         [-3.5, 0.0],
     ]
-    weight, silo = [0.3, 0.25, 0.15, 0.12, 0.08, 0.08, 0.02], [0, 0, 0, 1, 1, 2, 3]
+    weight = [0.3, 0.25, 0.15, 0.12, 0.08, 0.08, 0.02]
+    silo = [0, 0, 0, 1, 1, 2, 3]
     std = [0.17, 0.2, 0.15, 0.2, 0.15, 0.18, 0.15]
     double = torch.float64
     return Mixture(
@@ -143,7 +143,9 @@ def plane(path: Path) -> Mixture:
 
 def wide(path: Path) -> Mixture:
     """Eight silos in 16 dimensions, four components each, of standard deviations from .05 to .5, data of variance 1."""
-    random, num, dims = torch.Generator().manual_seed(3), 32, 16
+    random = torch.Generator().manual_seed(3)
+    num = 32
+    dims = 16
     std_C = torch.logspace(math.log10(0.05), math.log10(0.5), num, dtype=torch.float64)
     std_C = std_C[torch.randperm(num, generator=random)]
     mean_CD = 0.9 * torch.randn(num, dims, generator=random, dtype=torch.float64)

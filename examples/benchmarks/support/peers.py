@@ -96,7 +96,8 @@ class ReferenceDit(nn.Module):
 
         super().__init__()
         (channels, height, _), patch, hidden = shape, architecture.patch, architecture.hidden
-        self.shape, self.patch = shape, patch
+        self.shape = shape
+        self.patch = patch
         self.embed = PatchEmbed(height, patch, channels, hidden)
         self.register_buffer("position_ND", torch.randn(self.embed.num_patches, hidden) * 0.02)
         self.register_buffer(
@@ -122,8 +123,8 @@ class ReferenceDit(nn.Module):
         p_BND = self.head(self.norm(h_BND) * (1 + scale) + shift)
         (channels, height, width), patch = self.shape, self.patch
         split = p_BND.reshape(-1, height // patch, width // patch, patch, patch, channels)
-        found: Tensor = split.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, height, width)
-        return found
+        unpatched: Tensor = split.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, height, width)
+        return unpatched
 
 
 def reference_dit(architecture: Dit, shape: tuple[int, int, int]) -> nn.Module:

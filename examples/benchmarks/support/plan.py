@@ -10,7 +10,9 @@ from ddm.protocol.plan import Plan
 
 def small_plan(shape: Sequence[int], num_steps: int) -> Plan:
     """Return a plan whose experts train for so many steps on images of this shape."""
-    created, silos, names = now_utc(), ["north"], ("centroids", "encoder", "sketch")
+    created = now_utc()
+    silos = ["north"]
+    names = ("centroids", "encoder", "sketch")
     document = {
         "format": "archipelago/plan/1",
         "root_digest": "f" * 64,

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-_MET, _MISSED, _LINE = "#0f766e", "#b45309", "#334155"
+_MET = "#0f766e"
+_MISSED = "#b45309"
+_LINE = "#334155"
 
 
 def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
@@ -16,7 +18,9 @@ def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
     height = 0.9 + 0.34 * len(rows)
     figure, axes = plt.subplots(figsize=(9.5, height), layout="constrained")
     for place, row in enumerate(rows):
-        target, numbers, met = row[1], row[2:5], row[5]
+        target = row[1]
+        numbers = row[2:5]
+        met = row[5]
         how, _, bound = target.rpartition(" ")
         value, low, high = (_reached(float(number), float(bound), how) for number in numbers)
         colour = _MET if met == "yes" else _MISSED

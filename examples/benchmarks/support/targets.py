@@ -82,10 +82,10 @@ def write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
 def commit() -> str:
     """Return the measured commit, marked if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() or "unknown"
+    return completed.stdout.strip() or "unknown"
 
 
 def hardware() -> str:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ddm.io.files import write_atomic
 
-ASKED, ANSWERED = "asked-", "answered-"
+ASKED = "asked-"
+ANSWERED = "answered-"
 _POLL_S = 0.05
 
 Weights = Mapping[str, NDArray[Any]]
@@ -65,6 +66,6 @@ def ask(
     answer = own / f"{ANSWERED}{name}.npz"
     while not answer.exists():
         time.sleep(_POLL_S)
-    found = handed(answer)
+    contents = handed(answer)
     answer.unlink()
-    return found
+    return contents

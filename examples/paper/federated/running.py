@@ -17,18 +17,20 @@ from ddm.protocol.base import Model
 from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
 from examples.paper.federated.counting import Relay
 from examples.paper.federated.handing import trainer_folder
-from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, TERMS, Terms
+from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, TERMS, FederatedTerms
 
 ROOT = Path(__file__).parents[3]
 _APP = Path(__file__).parent / "app"
 _TRAINER = "examples.paper.federated.trainer"
-_HOST, _CONNECTION = "127.0.0.1", "paper"
+_HOST = "127.0.0.1"
+_CONNECTION = "paper"
 COUNTED = "counted.json"
-_START_S, _POLL_S = 120.0, 0.1
+_START_S = 120.0
+_POLL_S = 0.1
 Check = Callable[[], object]
 
 
-class Counted(Model):
+class TransferCounts(Model):
     """What a run took so far; over all its parts where it was stopped in between.
 
     Attributes:
@@ -54,7 +56,7 @@ class _Flower:
     port: int
 
 
-def run(folder: Path, terms: Terms, check: Check) -> Counted:
+def run(folder: Path, terms: FederatedTerms, check: Check) -> TransferCounts:
     """Run to the end, from the last round that is kept; return what it took.
 
     Args:
@@ -68,32 +70,31 @@ def run(folder: Path, terms: Terms, check: Check) -> Counted:
     """
     write_atomic(folder / TERMS, terms.model_dump_json().encode())
     kept = (
-        Counted.model_validate_json((folder / COUNTED).read_bytes())
+        TransferCounts.model_validate_json((folder / COUNTED).read_bytes())
         if (folder / COUNTED).exists()
-        else Counted()
+        else TransferCounts()
     )
     if (folder / DONE).exists():
         return kept
     for former in (LOSE, FAILED):
         (folder / former).unlink(missing_ok=True)
     with _running(folder, terms) as flower:
-        before, started, rounds = (
-            (flower.relay.up, flower.relay.down),
-            time.monotonic(),
-            terms.done(folder),
-        )
+        before = (flower.relay.up, flower.relay.down)
+        started = time.monotonic()
+        rounds = terms.done(folder)
         _submit(flower)
         while True:
             over = (folder / DONE).exists()
             if over or terms.done(folder) > rounds:
                 rounds = terms.done(folder)
-                up, down = flower.relay.up - before[0], flower.relay.down - before[1]
-                found = Counted(
+                up = flower.relay.up - before[0]
+                down = flower.relay.down - before[1]
+                counted = TransferCounts(
                     up=kept.up + up, down=kept.down + down, seconds=kept.seconds + _since(started)
                 )
-                write_atomic(folder / COUNTED, found.model_dump_json().encode())
+                write_atomic(folder / COUNTED, counted.model_dump_json().encode())
             if over:
-                return found
+                return counted
             if (folder / LOSE).exists() and not (folder / LOST).exists():
                 for child in flower.silos.pop():
                     child.kill()
@@ -124,7 +125,7 @@ def _since(started: float) -> float:
 
 
 @contextmanager
-def _running(folder: Path, terms: Terms) -> Iterator[_Flower]:
+def _running(folder: Path, terms: FederatedTerms) -> Iterator[_Flower]:
     """Run Flower without TLS on loopback, each silo's SuperNode through the relay that counts, and the trainers."""
     home = folder / "flower"
     home.mkdir(exist_ok=True)

@@ -12,15 +12,13 @@ from flwr.serverapp.strategy import FedAvg, FedProx
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.models import build_expert
 from examples.paper.federated.flattening import WEIGHTS, flat, named
-from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, ROUND, Terms
+from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, ROUND, FederatedTerms
 
 _MAX_BYTES = 1 << 32
 # a round is waited for twice as long as the longest before
-_FIRST_S, _PATIENCE, _SLACK_S = (
-    3600.0,
-    2.0,
-    10.0,
-)
+_FIRST_S = 3600.0
+_PATIENCE = 2.0
+_SLACK_S = 10.0
 
 app = ServerApp()
 
@@ -29,7 +27,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run what the terms say."""
     folder = Path(str(context.run_config["folder"]))
-    terms = Terms.read(folder)
+    terms = FederatedTerms.read(folder)
     wanted = terms.num_silos - (folder / LOST).exists()
     try:
         _until(lambda: len(list(grid.get_node_ids())) >= wanted)
@@ -54,19 +52,21 @@ def _until(reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _average(grid: Grid, folder: Path, terms: Terms) -> str:
+def _average(grid: Grid, folder: Path, terms: FederatedTerms) -> str:
     """Average until all rounds are done; return what went wrong. A silo may be missing where it is lost, only there."""
     first = terms.done(folder)
     like = build_expert(terms.network, terms.shape, seed=terms.seed).state_dict()
     state = (
         load_tensors(folder / ROUND.format(first), None, max_bytes=_MAX_BYTES) if first else like
     )
-    arrays, longest = ArrayRecord({WEIGHTS: Array(flat(state).numpy())}), 0.0
+    arrays = ArrayRecord({WEIGHTS: Array(flat(state).numpy())})
+    longest = 0.0
     for number in range(first, terms.rounds):
         if number == terms.lost_after and not (folder / LOST).exists():
             (folder / LOSE).touch()
             _until((folder / LOST).exists)
-        started, timeout = time.monotonic(), _PATIENCE * longest + _SLACK_S if longest else _FIRST_S
+        started = time.monotonic()
+        timeout = _PATIENCE * longest + _SLACK_S if longest else _FIRST_S
         config = ConfigRecord({"round": number})
         result = _strategy(terms).start(
             grid, arrays, num_rounds=1, timeout=timeout, train_config=config
@@ -90,7 +90,7 @@ def _average(grid: Grid, folder: Path, terms: Terms) -> str:
     return ""
 
 
-def _strategy(terms: Terms) -> FedAvg:
+def _strategy(terms: FederatedTerms) -> FedAvg:
     how = {
         "fraction_evaluate": 0.0,
         "min_train_nodes": 1,
@@ -102,9 +102,9 @@ def _strategy(terms: Terms) -> FedAvg:
 
 def _sums(contents: list[RecordDict], _: str) -> MetricRecord:
     """Add up the silos' operations."""
-    each = [content["metrics"] for content in contents]
-    total = {name: float(sum(one[name] for one in each)) for name in ("flops", "diverged")}
-    return MetricRecord({**total, "silos": len(each)})
+    silo_metrics = [content["metrics"] for content in contents]
+    total = {name: float(sum(one[name] for one in silo_metrics)) for name in ("flops", "diverged")}
+    return MetricRecord({**total, "silos": len(silo_metrics)})
 
 
 def _collect(grid: Grid, folder: Path, wanted: int) -> str:

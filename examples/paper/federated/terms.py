@@ -7,11 +7,17 @@ from typing import Literal
 from ddm.protocol.architecture import Dit
 from ddm.protocol.base import Model
 
-ROUND, LOSE, LOST, DONE, TERMS = "round-{:04d}.safetensors", "lose", "lost", "done", "terms.json"
-FAILED, DIVERGED = "failed", "diverged"  # why the server gave up, in words; or this one
+ROUND = "round-{:04d}.safetensors"
+LOSE = "lose"
+LOST = "lost"
+DONE = "done"
+TERMS = "terms.json"
+# why the server gave up, in words; or this one
+FAILED = "failed"
+DIVERGED = "diverged"
 
 
-class Terms(Model):
+class FederatedTerms(Model):
     """How one model is averaged, or that experts are collected.
 
     Attributes:
@@ -43,7 +49,7 @@ class Terms(Model):
     device: Literal["cpu", "cuda"] = "cpu"
 
     @classmethod
-    def read(cls, folder: Path) -> "Terms":
+    def read(cls, folder: Path) -> "FederatedTerms":
         """Read what the runner wrote."""
         return cls.model_validate_json((folder / TERMS).read_bytes())
 

@@ -24,7 +24,7 @@ from ddm.training.loop import train as train_model
 from ddm.training.objective import TrainingObjective
 from examples.paper.federated.flattening import WEIGHTS, flat, named
 from examples.paper.federated.handing import ANSWERED, ASKED, hand, handed, trainer_folder
-from examples.paper.federated.terms import Terms
+from examples.paper.federated.terms import FederatedTerms
 
 _WARMUP = 10  # every round has a new optimizer
 _POLL_S = 0.05
@@ -32,15 +32,17 @@ _POLL_S = 0.05
 
 def main() -> None:
     """Answer whatever is asked, until this process is ended."""
-    folder, silo = Path(sys.argv[1]), int(sys.argv[2])
-    terms, own = Terms.read(folder), trainer_folder(folder, silo)
+    folder = Path(sys.argv[1])
+    silo = int(sys.argv[2])
+    terms = FederatedTerms.read(folder)
+    own = trainer_folder(folder, silo)
     images = torch.from_numpy(np.load(folder / f"silo{silo}.npy"))
     like = build_expert(terms.network, terms.shape, seed=terms.seed).state_dict()
     while True:
-        for asked in own.glob(f"{ASKED}*.npz"):
-            weights, numbers = handed(asked)
+        for request in own.glob(f"{ASKED}*.npz"):
+            weights, numbers = handed(request)
             state = named(torch.from_numpy(weights[WEIGHTS]), like)
-            answer = own / asked.name.replace(ASKED, ANSWERED)
+            answer = own / request.name.replace(ASKED, ANSWERED)
             try:
                 state, trained = learn(
                     terms, silo, int(numbers["round"]), state, images, numbers["mu"]
@@ -55,12 +57,17 @@ def main() -> None:
                     {WEIGHTS: learnt},
                     {"images": len(images), "flops": trained.flops, "diverged": 0.0},
                 )
-            asked.unlink()
+            request.unlink()
         time.sleep(_POLL_S)
 
 
 def learn(
-    terms: Terms, silo: int, number: int, state: dict[str, Tensor], images: Tensor, mu: float
+    terms: FederatedTerms,
+    silo: int,
+    number: int,
+    state: dict[str, Tensor],
+    images: Tensor,
+    mu: float,
 ) -> tuple[dict[str, Tensor], FinishedTraining]:
     """Train one round with the library's own loop.
 
@@ -72,7 +79,8 @@ def learn(
         images: the silo's.
         mu: weight of the proximal term ``mu / 2 |w - w_0|^2``; its gradient is added to the loss's.
     """
-    steps, last = terms.steps_of(number), number == terms.rounds - 1
+    steps = terms.steps_of(number)
+    last = number == terms.rounds - 1
     model = build_expert(terms.network, terms.shape, seed=terms.seed)
     model.load_state_dict(state)
     if mu:

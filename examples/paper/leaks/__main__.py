@@ -14,8 +14,8 @@ import torch
 
 from ddm.system.console import say
 from examples.paper.leaks.choices import CHOICES, MAX_IMAGES
-from examples.paper.leaks.results import Cell, write_report
-from examples.paper.leaks.site import Data, Silo, Workshop
+from examples.paper.leaks.results import LeakCell, write_report
+from examples.paper.leaks.site import Data, LeakWorkshop, Silo
 from examples.paper.tables.clock import ended
 from examples.paper.tables.data import read_world
 from examples.paper.tables.results import Figure, Kept, command_of, commit, hardware, utc
@@ -59,9 +59,11 @@ def main() -> int:
         "--scale", type=float, default=1.0, help="share of all training steps; default: 1"
     )
     parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    return ended(lambda: run(asked, command_of("examples.paper.leaks", sys.argv[1:])), asked.out)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return ended(
+        lambda: run(arguments, command_of("examples.paper.leaks", sys.argv[1:])), arguments.out
+    )
 
 
 def run(asked: argparse.Namespace, command: str) -> None:
@@ -71,14 +73,15 @@ def run(asked: argparse.Namespace, command: str) -> None:
     # experts of other images or steps are others
     work = asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"
     work.mkdir(parents=True, exist_ok=True)
-    workshop = Workshop(data, world, work, asked.scale)
+    workshop = LeakWorkshop(data, world, work, asked.scale)
     base = workshop.base
     of_base = workshop.judge(workshop.public_expert, base.folder / base.file.path, asked.samples)
-    kept, cells = Kept(asked.out / "cells"), list[Cell]()
+    kept = Kept(asked.out / "cells")
+    cells = list[LeakCell]()
     for num in sorted({min(num, len(data.learned), MAX_IMAGES) for num in asked.images}):
         for choice in asked.choices:
             key = (asked.dataset, choice, num, asked.scale, asked.samples, asked.shadows)
-            cell = kept.read(key, Cell)
+            cell = kept.read(key, LeakCell)
             if cell is None:
                 silo = Silo(workshop, CHOICES[choice], num)
                 cell = measured(silo, choice, asked.samples, asked.shadows)
@@ -92,7 +95,7 @@ def run(asked: argparse.Namespace, command: str) -> None:
     say(f"Written: {asked.out / 'README.md'}")
 
 
-def measured(silo: Silo, choice: str, num_samples: int, num_shadows: int) -> Cell:
+def measured(silo: Silo, choice: str, num_samples: int, num_shadows: int) -> LeakCell:
     """Train, audit and judge one expert."""
     training_s = silo.train()
     started = time.monotonic()
@@ -109,7 +112,7 @@ def measured(silo: Silo, choice: str, num_samples: int, num_shadows: int) -> Cel
         best_tpr = max(success.tpr for success in successes)
         figures["outsider_auc"] = Figure(value=best_auc, low=None, high=None)
         figures["outsider_tpr"] = Figure(value=best_tpr, low=None, high=None)
-    return Cell(
+    return LeakCell(
         choice=choice,
         images=silo.num,
         steps=silo.expert.plan.expert.training.num_steps,
@@ -129,7 +132,8 @@ def _strongest(audit: ExpertAudit) -> dict[str, Figure]:
     named = {"auc": audit.deciding_auc, "tpr": audit.deciding_tpr, "copies": audit.copies}
     worst = {name: max(figures, key=lambda each: each.value) for name, figures in named.items()}
     return {
-        name: Figure(value=each.value, low=each.low, high=each.high) for name, each in worst.items()
+        name: Figure(value=figure.value, low=figure.low, high=figure.high)
+        for name, figure in worst.items()
     }
 
 

@@ -14,7 +14,7 @@ _DRAWS = 2
 
 
 @dataclass(frozen=True)
-class Choice:
+class TrainingChoice:
     """One way to train.
 
     Attributes:
@@ -32,17 +32,19 @@ class Choice:
     epsilon: float | None = None
 
 
-PUBLIC = Choice("the public expert", 1500, 0.004)
+PUBLIC = TrainingChoice("the public expert", 1500, 0.004)
 CHOICES = {
-    "whole": Choice("all weights", 1500, 0.004),
-    "fewer": Choice("all weights, a fifth of the steps", 300, 0.004),
-    "lora": Choice("LoRA", 300, 0.004, lora=True),
-    "lora-8": Choice("LoRA, DP-SGD epsilon 8", 300, 0.004, lora=True, epsilon=8.0),
-    "lora-2": Choice("LoRA, DP-SGD epsilon 2", 300, 0.004, lora=True, epsilon=2.0),
+    "whole": TrainingChoice("all weights", 1500, 0.004),
+    "fewer": TrainingChoice("all weights, a fifth of the steps", 300, 0.004),
+    "lora": TrainingChoice("LoRA", 300, 0.004, lora=True),
+    "lora-8": TrainingChoice("LoRA, DP-SGD epsilon 8", 300, 0.004, lora=True, epsilon=8.0),
+    "lora-2": TrainingChoice("LoRA, DP-SGD epsilon 2", 300, 0.004, lora=True, epsilon=2.0),
 }
 
 
-def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float = 1.0) -> Plan:
+def plan_of(
+    shape: tuple[int, ...], choice: TrainingChoice, num_units: int, share: float = 1.0
+) -> Plan:
     """Return the plan of one choice.
 
     Args:

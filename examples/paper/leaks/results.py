@@ -21,7 +21,7 @@ _COLOURS = {
 }
 
 
-class Cell(Model):
+class LeakCell(Model):
     """One silo's expert, measured.
 
     Attributes:
@@ -58,7 +58,7 @@ class Cell(Model):
 def write_report(
     out: Path,
     dataset: str,
-    cells: Sequence[Cell],
+    cells: Sequence[LeakCell],
     base: Mapping[str, Estimate],
     command: str,
     share: float,
@@ -71,13 +71,15 @@ def write_report(
         figures = [*bounds, *_OF_OUTSIDER]
         writer.writerow(["dataset", "choice", "images", "steps", "verdict", *figures, *last])
         for cell in cells:
-            found = [cell.figures[name] for name in _SHOWN]
+            figures_of_cell = [cell.figures[name] for name in _SHOWN]
             values = [
-                _number(value) for each in found for value in (each.value, each.low, each.high)
+                _number(value)
+                for figure in figures_of_cell
+                for value in (figure.value, figure.low, figure.high)
             ]
             values += [_value_of_outsider(cell, name) for name in _OF_OUTSIDER]
             ends = [_number(cell.noise_multiplier), f"{cell.training_s:.1f}", f"{cell.audit_s:.1f}"]
-            about = [cell.commit, cell.hardware, cell.utc]
+            provenance = [cell.commit, cell.hardware, cell.utc]
             writer.writerow(
                 [
                     dataset,
@@ -87,7 +89,7 @@ def write_report(
                     cell.verdict,
                     *values,
                     *ends,
-                    *about,
+                    *provenance,
                 ]
             )
     _draw(out / "leaks.png", dataset, cells, base)
@@ -144,7 +146,7 @@ intervals over units, samples and reference images; each row is one training. `l
 times and commits."""
 
 
-def _value_of_outsider(cell: Cell, name: str) -> str:
+def _value_of_outsider(cell: LeakCell, name: str) -> str:
     """Return a figure of the outsider's attack; empty where there was none."""
     if name not in cell.figures:
         return ""
@@ -160,7 +162,9 @@ def _shown(figure: Figure, digits: int = 3) -> str:
     return f"{figure.value:.{digits}f}{bounds}"
 
 
-def _draw(path: Path, dataset: str, cells: Sequence[Cell], base: Mapping[str, Estimate]) -> None:
+def _draw(
+    path: Path, dataset: str, cells: Sequence[LeakCell], base: Mapping[str, Estimate]
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,22 +177,22 @@ def _draw(path: Path, dataset: str, cells: Sequence[Cell], base: Mapping[str, Es
         strict=True,
     ):
         for choice, colour in _COLOURS.items():
-            found = sorted(
-                (each for each in cells if each.choice == choice), key=lambda each: each.images
+            chosen_cells = sorted(
+                (cell for cell in cells if cell.choice == choice), key=lambda each: each.images
             )
-            if found:
-                values = [each.figures[name] for each in found]
+            if chosen_cells:
+                values = [cell.figures[name] for cell in chosen_cells]
                 low = [
-                    max(each.value - (each.value if each.low is None else each.low), 0)
-                    for each in values
+                    max(figure.value - (figure.value if figure.low is None else figure.low), 0)
+                    for figure in values
                 ]
                 high = [
-                    max((each.value if each.high is None else each.high) - each.value, 0)
-                    for each in values
+                    max((figure.value if figure.high is None else figure.high) - figure.value, 0)
+                    for figure in values
                 ]
                 axis.errorbar(
-                    [each.images for each in found],
-                    [each.value for each in values],
+                    [cell.images for cell in chosen_cells],
+                    [figure.value for figure in values],
                     yerr=[low, high],
                     color=colour,
                     label=CHOICES[choice].label,

@@ -32,7 +32,14 @@ from ddm.training.config import Engine, TrainingSettings
 from ddm.training.job import JobFolder, TrainingResult, discard_job
 from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.planned import BaseExpert, PlannedExpert
-from examples.paper.leaks.choices import CHOICES, HELD_OUT, MAX_IMAGES, PUBLIC, Choice, plan_of
+from examples.paper.leaks.choices import (
+    CHOICES,
+    HELD_OUT,
+    MAX_IMAGES,
+    PUBLIC,
+    TrainingChoice,
+    plan_of,
+)
 from examples.paper.leaks.outsider import Success, attack_as_outsider
 from examples.paper.tables.data import Part, World
 from silo.audit.document import ExpertAudit
@@ -44,7 +51,9 @@ from silo.worker.training import make_training_task
 # Shape legend: N images of the silo, the last of them held out.
 
 NEIGHBOURS = 5
-_GROUPS, _DIMS, _RANK = 16, 32, 8
+_GROUPS = 16
+_DIMS = 32
+_RANK = 8
 _MOST_SAMPLES = 2000
 _RESULT = ".result.json"  # beside an expert, once it is trained
 
@@ -72,7 +81,9 @@ class Data:
         def private(part: Part) -> Tensor:
             return torch.isin(part.label_N, torch.tensor(private_classes))
 
-        public, train, test = world.public, world.train, world.test
+        public = world.public
+        train = world.train
+        test = world.test
         held = world.validation.images[private(world.validation)][:HELD_OUT]
         return cls(
             train.images[private(train)],
@@ -99,8 +110,8 @@ class Silo:
         num: how many images it learns.
     """
 
-    workshop: "Workshop"
-    choice: Choice
+    workshop: "LeakWorkshop"
+    choice: TrainingChoice
     num: int
 
     @cached_property
@@ -127,8 +138,8 @@ class Silo:
         plan = plan_of(self.workshop.world.data.shape, self.choice, units, self.workshop.share)
         paid = None
         if plan.expert.privacy:
-            found = paid_mechanisms(plan, units)["expert"]
-            paid = found if isinstance(found, DpSgdMechanism) else None
+            mechanism = paid_mechanisms(plan, units)["expert"]
+            paid = mechanism if isinstance(mechanism, DpSgdMechanism) else None
         base = self.workshop.base if self.choice.lora else None
         return PlannedExpert(plan, "north", 0, base, Engine(), stops=False, paid=paid)
 
@@ -161,9 +172,9 @@ class Silo:
             make_task=self._wanted,
         )
         with progress(f"auditing {self.choice.label}, {self.num} images") as tell:
-            found = audit_expert(subject, tell, lambda: False)
+            audited = audit_expert(subject, tell, lambda: False)
         shutil.rmtree(subject.folder, ignore_errors=True)
-        return found
+        return audited
 
     def judge(self, num_samples: int) -> dict[str, Estimate]:
         """Return FID and KID of the expert's samples against test images."""
@@ -199,7 +210,7 @@ class Silo:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class LeakWorkshop:
     """What all silos of one data set share.
 
     Attributes:
@@ -245,7 +256,8 @@ class Workshop:
     @cached_property
     def base(self) -> BaseExpert:
         """The public expert, trained once."""
-        path, images = self.folder / "base" / "expert.safetensors", self.data.public
+        path = self.folder / "base" / "expert.safetensors"
+        images = self.data.public
         self.train(
             self.public_expert, cohort_of(images), torch.arange(len(images)), path, PUBLIC.label
         )
@@ -294,7 +306,7 @@ class Workshop:
             target, path, plan.expert_shape, None, num_samples, 0, lambda num: None
         )
         images = torch.cat(list(blocks)).clamp(-1.0, 1.0)
-        found, _ = measure(
+        metrics, _ = measure(
             FeatureSet.of(self.classifier.encode(images), NEIGHBOURS), self.reference
         )
-        return {name: found[name] for name in ("fid", "kid")}
+        return {name: metrics[name] for name in ("fid", "kid")}

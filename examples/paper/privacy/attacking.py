@@ -10,10 +10,12 @@ from examples.paper.privacy.drawing import make_plan, make_source, noise_of, ske
 from examples.paper.privacy.neighbours import Neighbours, with_quarter_noise
 from examples.paper.privacy.public import PublicParts
 from examples.paper.privacy.results import Empirical, Presets, Reidentification
-from examples.paper.privacy.worlds import World
+from examples.paper.privacy.worlds import PrivateWorld
 
-CLAIM, DELTA = 1.0, 1e-2
-DEFAULT_EPSILON, DEFAULT_DELTA = 7.0, 1e-5
+CLAIM = 1.0
+DELTA = 1e-2
+DEFAULT_EPSILON = 7.0
+DEFAULT_DELTA = 1e-5
 COHORT = 2000
 REPEATS = {False: 40, True: 2}  # by whether records are assigned together, which takes long
 OUTLYING = 20
@@ -28,7 +30,7 @@ ATTACKS: dict[str, tuple[Callable[[float], Neighbours], float, float]] = {
 
 def empirical_epsilons(presets: Presets, say: Callable[[str], None]) -> tuple[Empirical, ...]:
     """Attack every statistic at epsilon 1, and again with a quarter of its noise, which must show."""
-    found = []
+    bounds = []
     for statistic, (attack, delta, share) in ATTACKS.items():
         num = int(share * presets.attack_draws)
         bound, quartered = (
@@ -36,15 +38,17 @@ def empirical_epsilons(presets: Presets, say: Callable[[str], None]) -> tuple[Em
             for epsilon in (CLAIM, with_quarter_noise(CLAIM, delta))
         )
         name = f"{statistic} (delta {delta:g}, {num} draws)"
-        found.append(Empirical(statistic=name, claim=CLAIM, bound=bound, bound_quartered=quartered))
+        bounds.append(
+            Empirical(statistic=name, claim=CLAIM, bound=bound, bound_quartered=quartered)
+        )
         say(
             f"membership attack on {statistic}: epsilon above {bound:.3f}, with a quarter of the noise {quartered:.3f}"
         )
-    return tuple(found)
+    return tuple(bounds)
 
 
 def reidentification_rates(
-    world: World, parts: PublicParts, seed: int, say: Callable[[str], None]
+    world: PrivateWorld, parts: PublicParts, seed: int, say: Callable[[str], None]
 ) -> Reidentification:
     """Match released sketches to their images, both by themselves and all together; the better attack counts."""
     images = torch.cat(world.silos)
@@ -58,7 +62,8 @@ def reidentification_rates(
     sketch = parts.sketch.head(rank)
     alpha, _ = noise_of(plan, sketch)
     source = make_source(plan, sketch, cohort, torch.zeros(len(cohort), dtype=torch.int64))
-    average, outlying = 0.0, 0.0
+    average = 0.0
+    outlying = 0.0
     for together in (False, True):
         rates = [
             reidentification(
@@ -72,7 +77,7 @@ def reidentification_rates(
         ]
         average = max(average, sum(rate.average for rate in rates) / len(rates))
         outliers = [[rate.longest for rate in rates], [rate.loneliest for rate in rates]]
-        outlying = max(outlying, *(sum(each) / len(each) for each in outliers))
+        outlying = max(outlying, *(sum(values) / len(values) for values in outliers))
     say(
         f"re-identified among {len(cohort)}: {average:.2%}, of the {OUTLYING} most outlying {outlying:.2%}"
     )

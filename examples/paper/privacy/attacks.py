@@ -137,13 +137,13 @@ def reconstruct(
     noise_RR = (sigma / (alpha * sketch.scale)) ** 2 * torch.eye(len(cov_RR), dtype=torch.float64)
     gain_RR = torch.linalg.solve(cov_RR + noise_RR, cov_RR)  # the transpose of K
     moved_NR = (released_NR.double() / alpha - mean_R.double()) @ gain_RR
-    found: Tensor = guess_ND.double() + sketch.scale * moved_NR @ sketch.basis_RD.double()
-    return found
+    reconstructed: Tensor = guess_ND.double() + sketch.scale * moved_NR @ sketch.basis_RD.double()
+    return reconstructed
 
 
 def error_reduction(images_ND: Tensor, guess_ND: Tensor, found_ND: Tensor) -> float:
     """Return how much smaller the squared error of `found_ND` is than that of `guess_ND`, as a share of the latter."""
-    found, guess = (
+    error, guess = (
         (images_ND.double() - other.double()).square().sum() for other in (found_ND, guess_ND)
     )
-    return float(1 - found / guess)
+    return float(1 - error / guess)

@@ -23,7 +23,7 @@ from ddm.routers.sketch import Sketch
 from ddm.statistics.base import StatisticSource
 from ddm.statistics.sketch import sketch_noise_level
 from examples.paper.plan import plan_for
-from silo.privacy.ledger import Entry, Ledger
+from silo.privacy.ledger import Ledger, LedgerEntry
 from silo.privacy.statistics import draw_statistic
 
 # Shape legend: N images, U units, R sketch dimensions, D values of an image, G public groups.
@@ -99,7 +99,8 @@ def sketches_in_order(source: StatisticSource) -> Tensor:
     The same random bits once more, for cohorts whose sketches are all 0 and whose first dimensions count upwards: the
     difference of the two tells which record became which row.
     """
-    num, sketch = len(source.images), source.sketch
+    num = len(source.images)
+    sketch = source.sketch
     tape = _Tape()
     count_N = torch.arange(num, dtype=torch.float64) / num
     released_NR, blank_NR, counted_NR = (
@@ -121,7 +122,8 @@ def sketches_in_order(source: StatisticSource) -> Tensor:
 
 def _markers(source: StatisticSource, count_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return images whose sketches are 0, and such whose sketches have `count_N` in the first dimension."""
-    sketch, shape = source.sketch, source.images.shape
+    sketch = source.sketch
+    shape = source.images.shape
     blank_ND = sketch.mean_D.double().expand(len(count_N), -1)
     counted_ND = blank_ND + sketch.scale * count_N[:, None] * sketch.basis_RD[0].double()
     return blank_ND.reshape(shape), counted_ND.reshape(shape)
@@ -153,13 +155,13 @@ class _Tape:
 class _Unmetered(Ledger):
     """A ledger that records nothing."""
 
-    def spend(self, *_: object) -> Entry:
-        return Entry(secrets.token_hex(32), None)  # type: ignore[arg-type]
+    def spend(self, *_: object) -> LedgerEntry:
+        return LedgerEntry(secrets.token_hex(32), None)  # type: ignore[arg-type]
 
     def draw_of(self, *_: object) -> None:
         return None
 
-    def record_draw(self, debit: Entry, *_: object) -> Entry:
+    def record_draw(self, debit: LedgerEntry, *_: object) -> LedgerEntry:
         return debit
 
 

@@ -21,21 +21,21 @@ from ddm.routers.base import Router
 from examples.paper.privacy.attacking import empirical_epsilons, reidentification_rates
 from examples.paper.privacy.families import (
     Fitted,
-    Terms,
+    RouterTerms,
     as_published,
     fit_exact,
     fit_family,
     fit_from_samples,
 )
 from examples.paper.privacy.figure import draw_figure
-from examples.paper.privacy.measure import TIMES, Measured, measure
+from examples.paper.privacy.measure import TIMES, RouterMeasurements, measure
 from examples.paper.privacy.public import PublicParts, fit_public_parts
 from examples.paper.privacy.reference import Bench
 from examples.paper.privacy.report import write_report
-from examples.paper.privacy.results import Presets, Record, SeedResult, presets_for
+from examples.paper.privacy.results import FamilyRecord, Presets, SeedResult, presets_for
 from examples.paper.privacy.shares import Sampler, train_experts
 from examples.paper.privacy.targets import BOTH, ELIGIBLE, REFERENCES, check_targets
-from examples.paper.privacy.worlds import DATASETS, World, make_world
+from examples.paper.privacy.worlds import DATASETS, PrivateWorld, make_world
 from examples.paper.tables.results import commit
 
 Say = Callable[[str], None]
@@ -128,10 +128,10 @@ def run_seed(arguments: argparse.Namespace, presets: Presets, seed: int) -> Seed
 
     path = arguments.out / "runs" / f"{arguments.dataset}-{seed}.json"
     if path.exists():
-        found = read_result(path)
-        if found and found.presets == presets and found.commit == commit():
+        earlier = read_result(path)
+        if earlier and earlier.presets == presets and earlier.commit == commit():
             say(f"taken from {path}")
-            return found
+            return earlier
     world = make_world(DATASETS[arguments.dataset], arguments.data, seed)
     say(f"{len(world.silos)} silos of {min(world.num_units)} to {max(world.num_units)} images")
     scratch = path.with_name(f"{path.stem}-{sha256_hex(presets.model_dump_json().encode())[:8]}")
@@ -150,10 +150,13 @@ def read_result(path: Path) -> SeedResult | None:
         return None
 
 
-def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: Say) -> SeedResult:
+def measure_seed(
+    world: PrivateWorld, presets: Presets, seed: int, scratch: Path, say: Say
+) -> SeedResult:
     """Fit and measure everything on one world."""
-    measured, prior = commit(), measure(None, world)
-    records = [Record.of("prior", None, 0, prior, prior)]
+    measured_commit = commit()
+    prior = measure(None, world)
+    records = [FamilyRecord.of("prior", None, 0, prior, prior)]
     worlds = {name: world.grouped_by(name) for name in presets.encoders}
     parts = {
         name: fit_public_parts(worlds[name], name, presets.encoder_steps, seed, say)
@@ -174,14 +177,16 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
         routers["counts", 1.0].evidence,
     )
     samples = as_published(drawn, world, main_parts, seed)
-    found = measure(samples, world)
-    records.append(Record.of("samples", None, 0, found, prior, temperature=samples.temperature))
-    say(f"samples router {_mean(found):.4f}, temperature {samples.temperature:.2f}")
+    measured = measure(samples, world)
+    records.append(
+        FamilyRecord.of("samples", None, 0, measured, prior, temperature=samples.temperature)
+    )
+    say(f"samples router {_mean(measured):.4f}, temperature {samples.temperature:.2f}")
     private = as_published(routers["learned", 1.0], world, main_parts, seed)
     sampler = Sampler(world, main_parts, experts, presets.num_samples, seed)
     return SeedResult(
         seed=seed,
-        commit=measured,
+        commit=measured_commit,
         presets=presets,
         records=tuple(records),
         shares=sampler.compare(private, exact, say) if seed == 0 else (),
@@ -193,8 +198,13 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
 
 
 def references(
-    world: World, exact: Router, presets: Presets, seed: int, prior: Measured, say: Say
-) -> Sequence[Record]:
+    world: PrivateWorld,
+    exact: Router,
+    presets: Presets,
+    seed: int,
+    prior: RouterMeasurements,
+    say: Say,
+) -> Sequence[FamilyRecord]:
     """Measure what the silos' own images allow: a tuned network, exact counts, and both together."""
     bench = Bench(world, seed)
     name, network = bench.best(presets.reference_steps, say)
@@ -202,58 +212,60 @@ def references(
     routers[BOTH] = bench.beside(exact, presets.reference_steps, say)
     records = []
     for family, router in routers.items():
-        found = measure(router, world)
+        measured = measure(router, world)
         records.append(
-            Record.of(family, None, 0, found, prior, note=name if router is network else "")
+            FamilyRecord.of(
+                family, None, 0, measured, prior, note=name if router is network else ""
+            )
         )
-        say(f"{family} {_mean(found):.4f}, prior {_mean(prior):.4f} nats")
+        say(f"{family} {_mean(measured):.4f}, prior {_mean(prior):.4f} nats")
     return records
 
 
 def sweep(
-    world: World,
+    world: PrivateWorld,
     parts: PublicParts,
     presets: Presets,
     seed: int,
-    prior: Measured,
+    prior: RouterMeasurements,
     encoder: str,
     first: bool,
     routers: dict[tuple[str, float], Fitted],
     say: Say,
-) -> list[Record]:
+) -> list[FamilyRecord]:
     """Measure every family at every epsilon; with an encoder other than the first, the counts alone."""
     records = []
     for epsilon in presets.epsilons:
-        counts: list[Measured] = []
+        counts: list[RouterMeasurements] = []
         for family in ELIGIBLE if first else ("counts",):
             label = family if first else f"{family}, {encoder}"
             for draw in range(presets.draws):
                 fitted = fit_family(
-                    world, parts, Terms(family, epsilon, presets.learned_steps), seed
+                    world, parts, RouterTerms(family, epsilon, presets.learned_steps), seed
                 )
                 router = as_published(fitted, world, parts, seed)
-                found = measure(router, world)
+                measured = measure(router, world)
                 against = counts[draw] if family == "learned" else None
                 records.append(
-                    Record.of(
+                    FamilyRecord.of(
                         label,
                         epsilon,
                         draw,
-                        found,
+                        measured,
                         prior,
                         against=against,
                         temperature=router.temperature,
                     )
                 )
                 if family == "counts":
-                    counts.append(found)
+                    counts.append(measured)
                 if first:
                     routers.setdefault((family, epsilon), fitted)
             say(
-                f"{label} at epsilon {epsilon:g}: {_mean(found):.4f} nats, temperature {router.temperature:.2f}"
+                f"{label} at epsilon {epsilon:g}: {_mean(measured):.4f} nats, temperature {router.temperature:.2f}"
             )
     return records
 
 
-def _mean(measured: Measured) -> float:
+def _mean(measured: RouterMeasurements) -> float:
     return sum(measured.loss_T) / len(TIMES)

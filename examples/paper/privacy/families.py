@@ -32,7 +32,7 @@ from ddm.statistics.of_plan import statistics_of
 from ddm.statistics.sketch import sketch_noise_level
 from examples.paper.plan import plan_for
 from examples.paper.privacy.public import PublicParts
-from examples.paper.privacy.worlds import World
+from examples.paper.privacy.worlds import PrivateWorld
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import draw_statistic
 
@@ -48,7 +48,7 @@ IMAGES_PER_EXPERT = 600
 
 
 @dataclass(frozen=True)
-class Terms:
+class RouterTerms:
     """The terms of one plan.
 
     Attributes:
@@ -70,7 +70,7 @@ class Fitted:
     evidence: Evidence
 
 
-def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) -> Calibrated:
+def as_published(fitted: Fitted, world: PrivateWorld, parts: PublicParts, seed: int) -> Calibrated:
     """Calibrate a router as an aggregator does: fit its temperature on held-out public images, weighed by counts.
 
     Where noise leaves those images without weight, an aggregator refuses to publish; the router counts as it is.
@@ -89,13 +89,14 @@ def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) ->
         return Calibrated(fitted.router, 1.0, [1.0] * fitted.router.num_experts, PATH)
 
 
-def fit_exact(world: World, parts: PublicParts) -> Fitted:
+def fit_exact(world: PrivateWorld, parts: PublicParts) -> Fitted:
     """The counts router from true histograms: what the family reaches without noise.
 
     Shares are posterior means under a Dirichlet prior around the public ones, its weight by largest evidence.
     """
     weight_G = parts.sketch.group_weight_G.double()
-    rows, counted = [], []
+    rows = []
+    counted = []
     for group_N in parts.silo_groups:
         counts_G = torch.bincount(group_N, minlength=len(weight_G)).double()
         pseudo_AG = CONCENTRATIONS[:, None] * weight_G
@@ -104,19 +105,19 @@ def fit_exact(world: World, parts: PublicParts) -> Fitted:
         best_G = counts_G + pseudo_AG[evidence_A.argmax()]
         rows.append((best_G / best_G.sum()).log())
         counted.append(counts_G.long())
-    each = [
+    experts_of_silos = [
         [ExpertPart(str(silo), None, tuple(range(len(weight_G))))] for silo in range(len(counted))
     ]
-    layout = Layout.of(SiloPartition(min_images=1), each)
+    layout = Layout.of(SiloPartition(min_images=1), experts_of_silos)
     evidence = Evidence(torch.stack(counted), world.num_units, EXACT, layout)
     return Fitted(CountsRouter(parts.sketch, torch.stack(rows), PATH), evidence)
 
 
-def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fitted:
+def fit_family(world: PrivateWorld, parts: PublicParts, terms: RouterTerms, seed: int) -> Fitted:
     """Draw the statistics of one plan and fit its router."""
     plan = make_plan(world, terms)
     released = release(plan, world, parts)
-    noisy_KG = torch.stack([each["counts"] for each in released["counts"]])
+    noisy_KG = torch.stack([tensors["counts"] for tensors in released["counts"]])
     epsilon = plan.statistics.counts.epsilon
     evidence = Evidence(noisy_KG, world.num_units, epsilon, _layout(plan, parts, noisy_KG))
     counts = CountsRouter.from_counts(parts.sketch, noisy_KG, world.num_units, epsilon, PATH)
@@ -125,7 +126,7 @@ def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fit
         isinstance(plan.router, LearnedSettings)
         and (level := sketch_noise_level(plan, parts.sketch)) is not None
     ):
-        sketches = {f"silo{k}": each["sketch"] for k, each in enumerate(released["sketch"])}
+        sketches = {f"silo{k}": tensors["sketch"] for k, tensors in enumerate(released["sketch"])}
         router = fit_learned(
             counts,
             SiloSketches(sketches, world.num_units, level),
@@ -145,7 +146,7 @@ def _layout(plan: Plan, parts: PublicParts, noisy_KG: Tensor) -> Layout:
 
 
 def fit_from_samples(
-    world: World, experts: Sequence[nn.Module], num_steps: int, seed: int
+    world: PrivateWorld, experts: Sequence[nn.Module], num_steps: int, seed: int
 ) -> Router:
     """The samples router, trained on images that the experts draw."""
     shape = tuple(world.test.shape[1:])
@@ -168,9 +169,10 @@ def mu_within(epsilon: float, counts_epsilon: float) -> float:
     return gaussian_mu_within(epsilon, DELTA, counts_epsilon)
 
 
-def make_plan(world: World, terms: Terms) -> Plan:
+def make_plan(world: PrivateWorld, terms: RouterTerms) -> Plan:
     """Write the plan whose statistics cost `terms.epsilon` together."""
-    data, share = world.dataset, COUNTS_SHARE.get(terms.family, 1.0)
+    data = world.dataset
+    share = COUNTS_SHARE.get(terms.family, 1.0)
     statistics: dict[str, object] = {
         "unit": "image",
         "total": {"epsilon": terms.epsilon, "delta": DELTA},
@@ -196,11 +198,11 @@ def make_plan(world: World, terms: Terms) -> Plan:
 
 
 def release(
-    plan: Plan, world: World, parts: PublicParts
+    plan: Plan, world: PrivateWorld, parts: PublicParts
 ) -> Mapping[StatisticKind, list[Mapping[str, Tensor]]]:
     """Draw every silo's statistics with the silos' own code: ledger, operating system's randomness, files."""
     kinds = tuple(mechanisms(plan))
-    found: dict[StatisticKind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
+    released: dict[StatisticKind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
     for images, group_N in zip(world.silos, parts.silo_groups, strict=True):
         statistics = statistics_of(plan.statistics)
         with tempfile.TemporaryDirectory() as scratch:
@@ -219,9 +221,9 @@ def release(
             )
             for kind in kinds:
                 path = draw_statistic(kind, source, ledger, folder)
-                found[kind].append(
+                released[kind].append(
                     load_tensors(
                         path, statistics[kind].tensor_specs(len(images)), max_bytes=MAX_BYTES
                     )
                 )
-    return found
+    return released

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from examples.paper.privacy.results import Record, SeedResult
+from examples.paper.privacy.results import FamilyRecord, SeedResult
 from examples.paper.privacy.targets import BOTH, REFERENCES, interval
 
 COLOURS = {
@@ -20,7 +20,7 @@ COLOURS = {
     "learned": "#2e8b57",
     "samples": "#7b5ea7",
 }
-PANELS: tuple[tuple[str, Callable[[Record], float]], ...] = (
+PANELS: tuple[tuple[str, Callable[[FamilyRecord], float]], ...] = (
     ("cross-entropy, nats", lambda record: float(np.mean(record.loss_T))),
     ("accuracy", lambda record: float(np.mean(record.accuracy_T))),
     ("share error", lambda record: float(np.mean(record.share_error_T))),
@@ -47,7 +47,9 @@ def draw_figure(results: Sequence[SeedResult], path: Path, dataset: str) -> None
     plt.close(figure)
 
 
-def _panel(axis: Axes, results: Sequence[SeedResult], value: Callable[[Record], float]) -> None:
+def _panel(
+    axis: Axes, results: Sequence[SeedResult], value: Callable[[FamilyRecord], float]
+) -> None:
     records = [record for result in results for record in result.records]
     epsilons = sorted({record.epsilon for record in records if record.epsilon is not None})
     for family in dict.fromkeys(record.family for record in records if record.epsilon is not None):
@@ -83,25 +85,25 @@ def _panel(axis: Axes, results: Sequence[SeedResult], value: Callable[[Record], 
         BOTH: ("0.4", (0, (1, 1, 4, 1))),
     }
     for family, (colour, style) in styles.items():
-        found = [value(record) for record in records if record.family == family]
-        axis.axhline(float(np.mean(found)), color=colour, ls=style, lw=1, label=family)
+        values = [value(record) for record in records if record.family == family]
+        axis.axhline(float(np.mean(values)), color=colour, ls=style, lw=1, label=family)
 
 
 def _bar(
     results: Sequence[SeedResult],
     family: str,
     epsilon: float | None,
-    value: Callable[[Record], float],
+    value: Callable[[FamilyRecord], float],
 ) -> tuple[float, float]:
     """Return the mean over seeds, and half the length of its bar; not a number where there is nothing."""
     by_seed = []
     for result in results:
-        found = [
+        values = [
             value(record)
             for record in result.records
             if (record.family, record.epsilon) == (family, epsilon)
         ]
-        by_seed += [float(np.mean(found))] if found else []
+        by_seed += [float(np.mean(values))] if values else []
     if not by_seed:
         return float("nan"), float("nan")
     mean, low, _ = interval(by_seed)

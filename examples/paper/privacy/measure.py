@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddm.diffusion.path import LinearPath, x_t
 from ddm.routers.base import Router, posterior
-from examples.paper.privacy.worlds import World
+from examples.paper.privacy.worlds import PrivateWorld
 
 TIMES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _BLOCK = 2500
@@ -15,7 +15,7 @@ _NOISE_SEED = 20_000  # the same noise for every router, so that they are compar
 
 
 @dataclass(frozen=True)
-class Measured:
+class RouterMeasurements:
     """One router on one world; all averages are over test images.
 
     Attributes:
@@ -35,11 +35,14 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure(router: Router | None, world: World) -> Measured:
+def measure(router: Router | None, world: PrivateWorld) -> RouterMeasurements:
     """Measure a router, or the prior where it is None."""
-    soft_NK, log_prior_K = world.soft_NK, world.prior_K.log()
+    soft_NK = world.soft_NK
+    log_prior_K = world.prior_K.log()
     generator = torch.Generator().manual_seed(_NOISE_SEED)
-    losses, accuracy_T, share_error_T = [], [], []
+    losses = []
+    accuracy_T = []
+    share_error_T = []
     for t in TIMES:
         noise = torch.randn(world.test.shape, generator=generator)
         t_N = torch.full((len(world.test),), t)
@@ -53,4 +56,4 @@ def measure(router: Router | None, world: World) -> Measured:
         losses.append(-(soft_NK * w_NK.clamp(min=1e-30).log()).sum(1))
         accuracy_T.append(float(soft_NK.gather(1, w_NK.argmax(1, keepdim=True)).mean()))
         share_error_T.append(float((w_NK.mean(0) - soft_NK.mean(0)).abs().sum() / 2))
-    return Measured(torch.stack(losses), accuracy_T, share_error_T)
+    return RouterMeasurements(torch.stack(losses), accuracy_T, share_error_T)

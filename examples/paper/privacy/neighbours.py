@@ -33,7 +33,8 @@ from examples.paper.privacy.drawing import (
 # Shape legend: N experiments, U units, R sketch dimensions.
 
 Scores = NDArray[np.float64]
-CLASSES, CLASS_GROUPS = 8, 1024
+CLASSES = 8
+CLASS_GROUPS = 1024
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Neighbours:
         return first, second
 
     def _scores(self, source: StatisticSource, num: int) -> Scores:
-        found = [self.score(release(source, self.kinds))]
-        while len(found) * len(found[0]) < num:
-            found.append(self.score(release(source, self.kinds)))
-        return np.concatenate(found)[:num]
+        scores = [self.score(release(source, self.kinds))]
+        while len(scores) * len(scores[0]) < num:
+            scores.append(self.score(release(source, self.kinds)))
+        return np.concatenate(scores)[:num]
 
 
 def with_quarter_noise(epsilon: float, delta: float = 0.0) -> float:
@@ -158,7 +159,8 @@ def counts_and_sketches(counts_epsilon: float, epsilon: float, delta: float) -> 
     plan = make_plan(
         {"counts": counted, "sketch": terms, "total": {"epsilon": 1000.0, "delta": delta}}, rank=2
     )
-    sketch, group_U = public_sketch(2, num_groups=MAX_GROUPS), torch.arange(0, MAX_GROUPS, 2)
+    sketch = public_sketch(2, num_groups=MAX_GROUPS)
+    group_U = torch.arange(0, MAX_GROUPS, 2)
     first, second = (
         _opposites(plan, sketch, len(group_U), side, group_U + world)
         for world, side in ((0, 1), (1, -1))

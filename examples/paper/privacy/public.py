@@ -17,7 +17,7 @@ from ddm.partition.clustering import Clusters, fit_clustering
 from ddm.protocol.data import DataSpec
 from ddm.routers.residual import PublicSketches
 from ddm.routers.sketch import Sketch
-from examples.paper.privacy.worlds import World
+from examples.paper.privacy.worlds import PrivateWorld
 
 TIMM_MODEL = "test_resnet"
 IMAGE_SIZE = (56, 56)
@@ -51,13 +51,13 @@ class PublicParts:
         """Return the coarse public cluster of each image."""
         return self.clusters.coarse_F[self.clusters.assign(self.encode(images))]
 
-    def lessons(self, world: World) -> PublicSketches:
+    def lessons(self, world: PrivateWorld) -> PublicSketches:
         """The training data of the learned router's network."""
         return PublicSketches.of(world.public, self.public_group_N, self.sketch, LinearPath())
 
 
 def fit_public_parts(
-    world: World, encoder: str, num_steps: int, seed: int, say: Callable[[str], None]
+    world: PrivateWorld, encoder: str, num_steps: int, seed: int, say: Callable[[str], None]
 ) -> PublicParts:
     """Fit the public parts.
 
@@ -69,7 +69,8 @@ def fit_public_parts(
         seed: of that training and of k-means.
         say: called with messages about the progress.
     """
-    encode, dim = None, world.dataset.pca_dim
+    encode = None
+    dim = world.dataset.pca_dim
     match encoder:
         case "timm":
             encode = _timm(world, num_steps, seed, say)
@@ -80,7 +81,8 @@ def fit_public_parts(
     features = encode(world.public)
     num_groups = world.dataset.num_groups
     clusters = fit_clustering(features, num_groups, min(8, num_groups), num_groups, seed=seed)
-    rank, released = world.dataset.rank, world.dataset.released_rank
+    rank = world.dataset.rank
+    released = world.dataset.released_rank
     group_N = clusters.groups(features)
     sketch = Sketch.fit(world.public, group_N, rank, num_groups, released_rank=released)
     return PublicParts(
@@ -94,7 +96,7 @@ def fit_public_parts(
 
 
 def _timm(
-    world: World, num_steps: int, seed: int, say: Callable[[str], None]
+    world: PrivateWorld, num_steps: int, seed: int, say: Callable[[str], None]
 ) -> Callable[[Tensor], Tensor]:
     """Train a small timm network on the public images' classes, save it, and open it as a plan would."""
     data = DataSpec(shape=tuple(world.public.shape[1:]), range=(-1.0, 1.0))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddm.diffusion.path import LinearPath, x_t
 from ddm.routers.base import Router
-from examples.paper.privacy.worlds import World
+from examples.paper.privacy.worlds import PrivateWorld
 
 VALIDATION_SHARE = 0.05
 MIN_T = 0.02
@@ -34,8 +34,8 @@ class Mlp(nn.Module):
 
     def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return logits (B, K)."""
-        found: Tensor = self.layers(torch.cat([_scaled(x_B, t_B).flatten(1), _time(t_B)], 1))
-        return found
+        logits: Tensor = self.layers(torch.cat([_scaled(x_B, t_B).flatten(1), _time(t_B)], 1))
+        return logits
 
 
 class ConvNet(nn.Module):
@@ -62,8 +62,8 @@ class ConvNet(nn.Module):
         for convolve, modulate in zip(self.convolutions, self.modulation, strict=True):
             scale, shift = modulate(_time(t_B))[:, :, None, None].chunk(2, 1)
             h = F.silu(F.group_norm(convolve(h), 4) * (1 + scale) + shift)
-        found: Tensor = self.head(h.flatten(1))
-        return found
+        logits: Tensor = self.head(h.flatten(1))
+        return logits
 
 
 class Beside(nn.Module):
@@ -79,8 +79,8 @@ class Beside(nn.Module):
         """Return logits (B, K)."""
         with torch.no_grad():
             known_BK = self.router.log_likelihood(x_B, t_B).float()
-        found: Tensor = self.net(x_B, t_B) + known_BK + self.log_prior_K
-        return found
+        log_joint_BK: Tensor = self.net(x_B, t_B) + known_BK + self.log_prior_K
+        return log_joint_BK
 
 
 class Network:
@@ -95,8 +95,10 @@ class Network:
     @torch.inference_mode()
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """See `ddm.routers.base.Router`."""
-        found: Tensor = (self.net(x_B, t_B) / self.temperature).log_softmax(1) - self.log_prior_K
-        return found
+        log_likelihood_BK: Tensor = (self.net(x_B, t_B) / self.temperature).log_softmax(
+            1
+        ) - self.log_prior_K
+        return log_likelihood_BK
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,10 @@ class Candidate:
     share: float
 
 
-def candidates(world: World) -> dict[str, Candidate]:
+def candidates(world: PrivateWorld) -> dict[str, Candidate]:
     """The candidates for the reference, by name; the best on held-out private images is used."""
-    num_values, num_experts = world.test[0].numel(), len(world.silos)
+    num_values = world.test[0].numel()
+    num_experts = len(world.silos)
     built = {"perceptron": Candidate(lambda: Mlp(num_values, num_experts, 512, 0.1), 1.0)}
     if world.test.shape[-1] >= 16:
         # as long as the other takes
@@ -122,23 +125,25 @@ def candidates(world: World) -> dict[str, Candidate]:
 class Bench:
     """Private images with their silos, some held out: where networks are trained and compared."""
 
-    def __init__(self, world: World, seed: int) -> None:
-        self.world, self.seed = world, seed
+    def __init__(self, world: PrivateWorld, seed: int) -> None:
+        self.world = world
+        self.seed = seed
         x = torch.cat(world.silos)
         k = torch.arange(len(world.silos)).repeat_interleave(torch.tensor(world.num_units))
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
         check, train = order.split([num := max(200, int(VALIDATION_SHARE * len(x))), len(x) - num])  # type: ignore[no-untyped-call]
-        self._check, self._train = (x[check], k[check]), (x[train], k[train])
+        self._check = (x[check], k[check])
+        self._train = (x[train], k[train])
 
     def best(self, num_steps: int, say: Callable[[str], None]) -> tuple[str, Network]:
         """Train every candidate; return the best by held-out private images."""
-        found = {}
+        trained = {}
         for name, candidate in candidates(self.world).items():
             torch.manual_seed(self.seed)
-            found[name] = self.train(candidate.build(), int(candidate.share * num_steps))
-            say(f"reference: {name}, held-out cross-entropy {found[name][0]:.4f}")
-        name = min(found, key=lambda each: found[each][0])
-        return name, found[name][1]
+            trained[name] = self.train(candidate.build(), int(candidate.share * num_steps))
+            say(f"reference: {name}, held-out cross-entropy {trained[name][0]:.4f}")
+        name = min(trained, key=lambda each: trained[each][0])
+        return name, trained[name][1]
 
     def beside(self, router: Router, num_steps: int, say: Callable[[str], None]) -> Network:
         """Train a network that corrects a router."""

@@ -13,8 +13,8 @@ import numpy as np
 from ddm.system.console import UNBROKEN, table
 from examples.paper.privacy.families import DELTA
 from examples.paper.privacy.measure import TIMES
-from examples.paper.privacy.results import Presets, Record, SeedResult
-from examples.paper.privacy.targets import Target, interval, reference_gain
+from examples.paper.privacy.results import FamilyRecord, Presets, SeedResult
+from examples.paper.privacy.targets import PrivacyTarget, interval, reference_gain
 
 ENCODERS = {
     "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56). For each "
@@ -44,7 +44,7 @@ def write_report(
     dataset: str,
     presets: Presets,
     results: Sequence[SeedResult],
-    targets: Sequence[Target],
+    targets: Sequence[PrivacyTarget],
     *,
     quick: bool,
 ) -> None:
@@ -99,16 +99,18 @@ def write_report(
     (out / "README.md").write_text("\n\n".join(text) + "\n", "utf-8")
 
 
-def _groups(results: Sequence[SeedResult]) -> dict[tuple[str, float | None], list[list[Record]]]:
+def _groups(
+    results: Sequence[SeedResult],
+) -> dict[tuple[str, float | None], list[list[FamilyRecord]]]:
     """Return the records of each family and epsilon, one list a seed."""
-    found: dict[tuple[str, float | None], list[list[Record]]] = {}
+    groups: dict[tuple[str, float | None], list[list[FamilyRecord]]] = {}
     for result in results:
-        by_key: dict[tuple[str, float | None], list[Record]] = {}
+        by_key: dict[tuple[str, float | None], list[FamilyRecord]] = {}
         for record in result.records:
             by_key.setdefault((record.family, record.epsilon), []).append(record)
         for key, records in by_key.items():
-            found.setdefault(key, []).append(records)
-    return found
+            groups.setdefault(key, []).append(records)
+    return groups
 
 
 def _families(results: Sequence[SeedResult]) -> list[tuple[str, ...]]:
@@ -143,7 +145,7 @@ def _epsilon(family: str, epsilon: float | None) -> str:
     return "infinite" if family == "samples" else "-"
 
 
-def _range(target: Target) -> str:
+def _range(target: PrivacyTarget) -> str:
     if target.low is None or target.high is None or not math.isfinite(target.low):
         return ""
     return f" [{target.low:.4f}, {target.high:.4f}]"
@@ -173,7 +175,7 @@ def _write_records(path: Path, results: Sequence[SeedResult]) -> None:
                     writer.writerow((*key, *(f"{value:.6f}" for value in values)))
 
 
-def _write_targets(path: Path, targets: Sequence[Target]) -> None:
+def _write_targets(path: Path, targets: Sequence[PrivacyTarget]) -> None:
     with path.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
         writer.writerow(("figure", "target", "value", "low", "high", "met", "note"))

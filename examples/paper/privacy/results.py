@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict
 
-from examples.paper.privacy.measure import Measured
+from examples.paper.privacy.measure import RouterMeasurements
 
 
 class _Kept(BaseModel):
@@ -54,7 +54,7 @@ def presets_for(dataset: str, *, quick: bool) -> Presets:
     )
 
 
-class Record(_Kept):
+class FamilyRecord(_Kept):
     """One router on one world.
 
     `difference_T` is its cross-entropy less that of counts at the same total epsilon, paired by image;
@@ -79,13 +79,13 @@ class Record(_Kept):
         family: str,
         epsilon: float | None,
         draw: int,
-        found: Measured,
-        prior: Measured,
+        found: RouterMeasurements,
+        prior: RouterMeasurements,
         *,
-        against: Measured | None = None,
+        against: RouterMeasurements | None = None,
         note: str = "",
         temperature: float = 1.0,
-    ) -> "Record":
+    ) -> "FamilyRecord":
         """Summarise a measurement; `gain` is the prior's cross-entropy less the router's, averaged over t."""
         paired_TN = found.loss_TN - against.loss_TN if against else None
         return cls(
@@ -143,7 +143,7 @@ class SeedResult(_Kept):
     seed: int
     commit: str
     presets: Presets
-    records: tuple[Record, ...]
+    records: tuple[FamilyRecord, ...]
     shares: tuple[Shares, ...]
     empirical: tuple[Empirical, ...]
     reidentification: Reidentification | None

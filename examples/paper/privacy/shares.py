@@ -23,21 +23,21 @@ from ddm.training.loop import TrainingRun, train
 from ddm.training.objective import TrainingObjective
 from examples.paper.privacy.public import PublicParts
 from examples.paper.privacy.results import Shares
-from examples.paper.privacy.worlds import World
+from examples.paper.privacy.worlds import PrivateWorld
 
 STRATEGIES: dict[str, Strategy] = {"lock(.5)": Lock(0.5), "full": Full()}
 STEPS = 16
 _DRAWS = 4000
 
 
-def architecture(world: World) -> Dit:
+def architecture(world: PrivateWorld) -> Dit:
     """A small transformer: what these experts lack in quality the routers do not see."""
     side = world.test.shape[-1]
     return Dit(patch=4 if side >= 16 else 2, hidden=64, depth=3, heads=4)
 
 
 def train_experts(
-    world: World, folder: Path, num_steps: int, seed: int, say: Callable[[str], None]
+    world: PrivateWorld, folder: Path, num_steps: int, seed: int, say: Callable[[str], None]
 ) -> list[nn.Module]:
     """Train one expert a silo; an interrupted training goes on from its last checkpoint."""
     settings = Training(
@@ -102,7 +102,7 @@ class Sampler:
         seed: of the noise.
     """
 
-    world: World
+    world: PrivateWorld
     parts: PublicParts
     experts: list[nn.Module]
     num: int
@@ -110,7 +110,8 @@ class Sampler:
 
     def joint_shares(self, router: Router, strategy: Strategy, seed: int) -> np.ndarray:
         """Return the share of samples that end with each silo's expert in each coarse cluster, shape (K, C)."""
-        shape, prior = tuple(self.world.test.shape[1:]), self.world.prior_K.tolist()
+        shape = tuple(self.world.test.shape[1:])
+        prior = self.world.prior_K.tolist()
         ensemble = Ensemble(experts=self.experts, router=router, prior=prior, shape=shape)
         samples = ensemble.sample(self.num, strategy=strategy, steps=STEPS, seed=seed)
         cluster_N = self.parts.coarse(samples.images.clamp(-1, 1))
@@ -123,7 +124,7 @@ class Sampler:
         self, private: Router, exact: Router, say: Callable[[str], None]
     ) -> tuple[Shares, ...]:
         """Compare shares under the private router, and under controls, with those under the exact one."""
-        found = []
+        compared = []
         controls: dict[str, Router] = {
             "prior only": PriorOnly(len(self.experts)),
             "silos confused": Confused(exact),
@@ -144,8 +145,8 @@ class Sampler:
                 },
             )
             say(f"shares under {shares}")
-            found.append(shares)
-        return tuple(found)
+            compared.append(shares)
+        return tuple(compared)
 
 
 def sampling_error(share: np.ndarray, num: int, seed: int) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scipy.stats import t as student
 
-from examples.paper.privacy.results import Record, SeedResult
+from examples.paper.privacy.results import FamilyRecord, SeedResult
 
 REFERENCES = ("network, not private", "exact counts, not private")
 BOTH = "both, not private"
@@ -15,7 +15,7 @@ UNLABELLED = "counts, hog"
 
 
 @dataclass(frozen=True)
-class Target:
+class PrivacyTarget:
     """One figure; `low` and `high` are its 95% interval over seeds, or None where it has none."""
 
     figure: str
@@ -27,22 +27,24 @@ class Target:
     note: str = ""
 
 
-def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
+def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[PrivacyTarget]:
     """Hold the measurements against the targets; those for Fashion-MNIST alone are left out elsewhere."""
-    found = (
+    targets = (
         [_gain(results, 1.0, 0.97), _gain(results, 0.3, 0.90)] if dataset == "fashion-mnist" else []
     )
     if UNLABELLED in {record.family for result in results for record in result.records}:
-        found.append(_gain(results, 1.0, 0.97, (UNLABELLED,), "no label anywhere, total epsilon 1"))
-    found.append(_learned(results, 4.0))
+        targets.append(
+            _gain(results, 1.0, 0.97, (UNLABELLED,), "no label anywhere, total epsilon 1")
+        )
+    targets.append(_learned(results, 4.0))
     for result in results:
         for shares in result.shares:
             name = (
                 f"silo-share error, {shares.strategy}, router at epsilon 1 against the exact router"
             )
             limit = f"at most the sampling error, {shares.sampling_error:.4f}"
-            found.append(
-                Target(
+            targets.append(
+                PrivacyTarget(
                     name,
                     limit,
                     shares.distance,
@@ -58,12 +60,12 @@ def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
             note = ", ".join(
                 f"{label} {distance:.3f}" for label, distance in shares.controls.items()
             )
-            found.append(Target(name, limit, shares.within, None, None, met, note))
+            targets.append(PrivacyTarget(name, limit, shares.within, None, None, met, note))
         if result.reidentification:
             rates = result.reidentification
             name = f"re-identification among {rates.num}, sketch at epsilon {rates.epsilon:g}"
-            found.append(
-                Target(
+            targets.append(
+                PrivacyTarget(
                     f"{name}, average",
                     "below 0.01",
                     rates.average,
@@ -72,8 +74,8 @@ def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
                     rates.average < 0.01,
                 )
             )
-            found.append(
-                Target(
+            targets.append(
+                PrivacyTarget(
                     f"{name}, 20 most outlying",
                     "below 0.05",
                     rates.outlying,
@@ -86,8 +88,8 @@ def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
             met = attack.bound <= attack.claim < attack.bound_quartered
             note = f"with a quarter of the noise {attack.bound_quartered:.3f}"
             limit = f"at most {attack.claim:g}; above it with a quarter of the noise"
-            found.append(
-                Target(
+            targets.append(
+                PrivacyTarget(
                     f"empirical epsilon, {attack.statistic}",
                     limit,
                     attack.bound,
@@ -97,7 +99,7 @@ def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
                     note,
                 )
             )
-    return found
+    return targets
 
 
 def reference_gain(result: SeedResult) -> float:
@@ -123,7 +125,7 @@ def _gain(
     least: float,
     families: Sequence[str] = ELIGIBLE,
     which: str = "",
-) -> Target:
+) -> PrivacyTarget:
     by_family = {
         family: [_mean_gain(result, family, epsilon) / reference_gain(result) for result in results]
         for family in families
@@ -132,10 +134,10 @@ def _gain(
     best = max(by_family, key=lambda family: math.fsum(by_family[family]))
     mean, low, high = interval(by_family[best])
     name = f"{which or f'best eligible family at total epsilon {epsilon:g}'}: gain / reference gain"
-    return Target(name, f"at least {least:g}", mean, low, high, mean >= least, f"{best}")
+    return PrivacyTarget(name, f"at least {least:g}", mean, low, high, mean >= least, f"{best}")
 
 
-def _learned(results: Sequence[SeedResult], epsilon: float) -> Target:
+def _learned(results: Sequence[SeedResult], epsilon: float) -> PrivacyTarget:
     """Learned less counts at one epsilon: nowhere above 0 beyond the 95% interval."""
     by_seed = [_at(result, "learned", epsilon) for result in results]
     intervals = []
@@ -152,7 +154,7 @@ def _learned(results: Sequence[SeedResult], epsilon: float) -> Target:
     worst = max(intervals, key=lambda each: each[1])
     wins = sum(high < 0 for _, _, high in intervals)
     name = f"learned less counts, both at total epsilon {epsilon:g}, nats, worst t"
-    return Target(
+    return PrivacyTarget(
         name,
         "not above 0 beyond its interval",
         *worst,
@@ -161,12 +163,12 @@ def _learned(results: Sequence[SeedResult], epsilon: float) -> Target:
     )
 
 
-def _at(result: SeedResult, family: str, epsilon: float) -> list[Record]:
+def _at(result: SeedResult, family: str, epsilon: float) -> list[FamilyRecord]:
     return [
         record for record in result.records if (record.family, record.epsilon) == (family, epsilon)
     ]
 
 
 def _mean_gain(result: SeedResult, family: str, epsilon: float) -> float:
-    found = _at(result, family, epsilon)
-    return math.fsum(record.gain for record in found) / len(found)
+    records = _at(result, family, epsilon)
+    return math.fsum(record.gain for record in records) / len(records)

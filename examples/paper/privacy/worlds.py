@@ -61,7 +61,7 @@ DATASETS = {
 
 
 @dataclass(frozen=True)
-class World:
+class PrivateWorld:
     """One split of a data set.
 
     Attributes:
@@ -93,13 +93,13 @@ class World:
         sizes_K = torch.tensor(self.num_units, dtype=torch.float64)
         return sizes_K / sizes_K.sum()
 
-    def grouped_by(self, encoder: str) -> "World":
+    def grouped_by(self, encoder: str) -> "PrivateWorld":
         """Return it with as many groups as suit an encoder."""
         num = self.dataset.hog_groups if encoder == "hog" else self.dataset.num_groups
         return replace(self, dataset=replace(self.dataset, num_groups=num))
 
 
-def make_world(dataset: Dataset, data: Path | None, seed: int) -> World:
+def make_world(dataset: Dataset, data: Path | None, seed: int) -> PrivateWorld:
     """Split a data set into public, private and test images and deal the private ones to silos."""
     (x, label), (test, test_label) = (
         _digits(seed) if dataset.name == "digits" else _fashion_mnist(data)
@@ -107,11 +107,9 @@ def make_world(dataset: Dataset, data: Path | None, seed: int) -> World:
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(x))
     first = dataset.num_private + dataset.num_held_out
-    private, held_out, public = (
-        order[: dataset.num_private],
-        order[dataset.num_private : first],
-        order[first:],
-    )
+    private = order[: dataset.num_private]
+    held_out = order[dataset.num_private : first]
+    public = order[first:]
     num_classes = int(label.max()) + 1
     share_CK = rng.dirichlet([CONCENTRATION] * dataset.num_silos, size=num_classes)
     silo = (
@@ -121,7 +119,7 @@ def make_world(dataset: Dataset, data: Path | None, seed: int) -> World:
     )
     held_CK = np.zeros((num_classes, dataset.num_silos))
     np.add.at(held_CK, (label[private], silo), 1.0)
-    return World(
+    return PrivateWorld(
         dataset=dataset,
         public=_images(x[public]),
         held_out=_images(x[held_out]),
@@ -139,9 +137,11 @@ def _digits(seed: int) -> tuple[Split, Split]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    images, label = (digits.images / 8.0 - 1.0).astype(np.float32), digits.target.astype(np.int64)
+    images = (digits.images / 8.0 - 1.0).astype(np.float32)
+    label = digits.target.astype(np.int64)
     order = np.random.default_rng([seed, 1]).permutation(len(images))
-    test, rest = order[:400], order[400:]
+    test = order[:400]
+    rest = order[400:]
     return (images[rest], label[rest]), (images[test], label[test])
 
 

@@ -19,8 +19,8 @@ from ddm.models import build_expert
 from ddm.planning.training import TrainingRecipe
 from examples.paper.federated.flattening import WEIGHTS as FLAT_WEIGHTS
 from examples.paper.federated.flattening import flat, named
-from examples.paper.federated.running import COUNTED, Counted, run
-from examples.paper.federated.terms import ROUND, Terms
+from examples.paper.federated.running import COUNTED, TransferCounts, run
+from examples.paper.federated.terms import ROUND, FederatedTerms
 from examples.paper.federated.trainer import learn
 from examples.paper.tables.ensembles import islands_of
 from examples.paper.tables.models import RECORD, WEIGHTS, Made, Weights, Workshop
@@ -75,7 +75,10 @@ def averaged_in_process(
 
 
 def rounds_in_process(
-    terms: Terms, silos: Sequence[Tensor], state: Weights, on_round: Callable[[int], object]
+    terms: FederatedTerms,
+    silos: Sequence[Tensor],
+    state: Weights,
+    on_round: Callable[[int], object],
 ) -> tuple[dict[str, Tensor], float]:
     """Average over silos for all rounds; return the weights and the operations.
 
@@ -112,7 +115,8 @@ def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: st
         seed: of weights, batches and silos.
         name: of its folder.
     """
-    folder, recipe = shop.out / name, shop.dense_training(source.budget, rate, seed)
+    folder = shop.out / name
+    recipe = shop.dense_training(source.budget, rate, seed)
     terms = _terms(shop, source, recipe, rate)
     if not (folder / RECORD).exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,9 +147,12 @@ def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: st
     return shop.opened(name)
 
 
-def _terms(shop: Workshop, source: Federated, recipe: TrainingRecipe, rate: float) -> Terms:
-    batch, rounds = max(1, recipe.batch_size // source.num), min(source.rounds, recipe.num_steps)
-    return Terms(
+def _terms(
+    shop: Workshop, source: Federated, recipe: TrainingRecipe, rate: float
+) -> FederatedTerms:
+    batch = max(1, recipe.batch_size // source.num)
+    rounds = min(source.rounds, recipe.num_steps)
+    return FederatedTerms(
         method=source.method,
         num_silos=source.num,
         network=shop.preset.network,
@@ -161,7 +168,7 @@ def _terms(shop: Workshop, source: Federated, recipe: TrainingRecipe, rate: floa
     )
 
 
-def _run(shop: Workshop, folder: Path, terms: Terms, label: str) -> Counted:
+def _run(shop: Workshop, folder: Path, terms: FederatedTerms, label: str) -> TransferCounts:
     with shop.clock.progress(label) as step:
         return run(folder, terms, lambda: step(terms.done(folder), terms.rounds))
 
@@ -175,25 +182,26 @@ def wire(shop: Workshop, source: Experts | Federated, name: str) -> dict[str, Fi
     """
     folder = shop.out / name
     if isinstance(source, Federated):
-        counted = Counted.model_validate_json((folder / COUNTED).read_bytes())
+        counted = TransferCounts.model_validate_json((folder / COUNTED).read_bytes())
         seconds = counted.seconds
     else:
         with alone(shop.out, f"{name}-wire", wait=True):  # rows with the same ensemble share it
             counted = _collected(shop, source, name)
         seconds = Cost.model_validate_json((folder / RECORD).read_bytes()).seconds + counted.seconds
-    found = {
+    totals = {
         "bytes_up": counted.up,
         "bytes_down": counted.down,
         "bytes": counted.up + counted.down,
         "wall_s": seconds,
     }
-    return {key: Figure(value=float(value)) for key, value in found.items()}
+    return {key: Figure(value=float(value)) for key, value in totals.items()}
 
 
-def _collected(shop: Workshop, source: Experts, name: str) -> Counted:
-    folder, islands = shop.out / name / "wire", islands_of(shop, name)
+def _collected(shop: Workshop, source: Experts, name: str) -> TransferCounts:
+    folder = shop.out / name / "wire"
+    islands = islands_of(shop, name)
     release = shop.out / name / "release"
-    terms = Terms(
+    terms = FederatedTerms(
         method="collect",
         num_silos=source.num,
         network=shop.preset.network,

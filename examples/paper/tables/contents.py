@@ -20,7 +20,7 @@ _EVALUATIONS: Mapping[SolverName, int] = {
 
 def tables(preset: Preset) -> dict[int, Table]:
     """Return all tables, by number."""
-    found = (
+    builders = (
         _strategies,
         _numbers,
         _partitions,
@@ -33,11 +33,12 @@ def tables(preset: Preset) -> dict[int, Table]:
         _solvers,
         joining,
     )
-    return {table.number: table for table in (make(preset) for make in found)}
+    return {table.number: table for table in (make(preset) for make in builders)}
 
 
 def _strategies(preset: Preset) -> Table:
-    experts, batch = Experts(num=preset.num_islands), preset.batch_size
+    experts = Experts(num=preset.num_islands)
+    batch = preset.batch_size
     rows = [
         Row(table=1, label="training images (floor)", source=TrainingImages()),
         Row(table=1, label="monolith", source=Monolith()),
@@ -192,11 +193,11 @@ def _solvers(preset: Preset) -> Table:
             source=experts,
             strategy=strategy,
             solver=solver,
-            steps=evaluations // each,
+            steps=evaluations // evaluations_of_step,
         )
         for strategy in ("lock(1)", "sample")
-        for solver, each in _EVALUATIONS.items()
+        for solver, evaluations_of_step in _EVALUATIONS.items()
         for evaluations in preset.solver_evaluations
-        if evaluations >= each
+        if evaluations >= evaluations_of_step
     ]
     return Table(10, "Solvers by evaluations a sample", ("fid", "kid", "evaluations"), rows)

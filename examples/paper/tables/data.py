@@ -140,8 +140,10 @@ def _divided(name: str, rest: Part, test: Part | None) -> World:
     order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(0))
     if test is None:
         num = len(order) // 5
-        test, order = rest.at(order[:num]), order[num:]
-    public, validation = len(order) // 4, len(order) // 8
+        test = rest.at(order[:num])
+        order = order[num:]
+    public = len(order) // 4
+    validation = len(order) // 8
     parts = torch.split(order, [public, validation, len(order) - public - validation])
     return World(name, rest.at(parts[2]), rest.at(parts[0]), rest.at(parts[1]), test)
 
@@ -156,8 +158,8 @@ def _part(images: NDArray[Any], labels: NDArray[Any], *, levels: float = 127.5) 
 def _digits() -> Part:
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return _part(found.images, found.target, levels=8.0)
+    digits = load_digits()
+    return _part(digits.images, digits.target, levels=8.0)
 
 
 def _idx(folder: Path, part: str) -> Part:

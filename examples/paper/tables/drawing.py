@@ -20,12 +20,13 @@ from examples.paper.tables.sources import Experts
 # Shape legend: B batch, N samples, K experts.
 
 
-class Counted(nn.Module):
+class CountingExpert(nn.Module):
     """An expert that counts how many samples it has evaluated."""
 
     def __init__(self, expert: Expert) -> None:
         super().__init__()
-        self.expert, self.num = expert, 0
+        self.expert = expert
+        self.num = 0
 
     def forward(self, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
         """Evaluate the expert."""
@@ -34,7 +35,7 @@ class Counted(nn.Module):
         return answer
 
 
-def prepared(made: Made, row: Row, train: Part) -> tuple[Ensemble, list[Counted]]:
+def prepared(made: Made, row: Row, train: Part) -> tuple[Ensemble, list[CountingExpert]]:
     """Return the ensemble with the router that a row asks for, and its experts, which count their evaluations.
 
     Args:
@@ -42,7 +43,7 @@ def prepared(made: Made, row: Row, train: Part) -> tuple[Ensemble, list[Counted]
         row: what is drawn.
         train: the images that experts were trained on.
     """
-    counted = [Counted(made.ensemble.experts[k]) for k in range(len(made.ensemble.experts))]
+    counted = [CountingExpert(made.ensemble.experts[k]) for k in range(len(made.ensemble.experts))]
     ensemble = replace(made.ensemble, experts=counted)
     if row.router == "exact":
         own_K = [train.at(rows) for rows in made.own_K]

@@ -48,7 +48,8 @@ def experts(
 ) -> Made:
     """Split, train and assemble an ensemble; see `monolith`."""
     folder = shop.out / name
-    islands, release = islands_of(shop, name), folder / "release"
+    islands = islands_of(shop, name)
+    release = folder / "release"
     if not islands.path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         base: dict[str, object] = {}
@@ -58,7 +59,8 @@ def experts(
         _split(shop, source, rate, seed, islands.path, base)
     if not (folder / RECORD).exists():
         seconds, flops = _train(shop, islands, source.num, name)
-        started, own = monotonic(), shop.router_flops(source.budget, source.num, source.conditional)
+        started = monotonic()
+        own = shop.router_flops(source.budget, source.num, source.conditional)
         _assemble(shop, islands, release, seed, name)
         training = islands.plan.expert.training
         cost = Cost(
@@ -103,9 +105,10 @@ def _train(shop: Workshop, islands: Islands, num: int, name: str) -> tuple[float
             def show(done: Progress, tell: Callable[[int, int], None] = tell) -> None:
                 tell(done.step, done.num_steps)
 
-            done = train_island(islands, number, settings, on_progress=show, should_stop=is_over)
-        if done is not None:
-            seconds, flops = seconds + done.training.seconds, flops + done.training.flops
+            trained = train_island(islands, number, settings, on_progress=show, should_stop=is_over)
+        if trained is not None:
+            seconds = seconds + trained.training.seconds
+            flops = flops + trained.training.flops
     return seconds, flops
 
 
@@ -131,7 +134,9 @@ def _split(
     path: Path,
     base: Mapping[str, object],
 ) -> None:
-    num, images, preset = source.num, _images(shop, source, seed), shop.preset
+    num = source.num
+    images = _images(shop, source, seed)
+    preset = shop.preset
     num_fine = max(num, min(_FINE, len(shop.world.train) // 16))
     batch_size = preset.batch_size
     if not source.whole:
@@ -174,7 +179,8 @@ def _split(
 
 def _images(shop: Workshop, source: Experts, seed: int) -> Path:
     """Return the folder of the training images, with their classes, and the column that divides them if one does."""
-    folder, world = shop.out / "data", shop.world
+    folder = shop.out / "data"
+    world = shop.world
     makers: dict[str, Callable[[], Tensor]] = {
         "images": lambda: world.train.images,
         "labels": lambda: world.train.label_N,

@@ -29,19 +29,22 @@ class ExactRouter:
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """See `ddm.routers.base.Router`."""
-        rows_B, t_B1 = x_B.flatten(1).float(), t_B.float()[:, None]
-        alpha_B1, precision_B1 = 1 - t_B1, 0.5 / t_B1.clamp(min=1e-2).square()
-        found = []
+        rows_B = x_B.flatten(1).float()
+        t_B1 = t_B.float()[:, None]
+        alpha_B1 = 1 - t_B1
+        precision_B1 = 0.5 / t_B1.clamp(min=1e-2).square()
+        log_densities = []
         for images, squared in zip(self._images_K, self._squared_K, strict=True):
             if not len(images):
-                found.append(torch.full_like(rows_B[:, 0], _NEVER))
+                log_densities.append(torch.full_like(rows_B[:, 0], _NEVER))
                 continue
-            images, squared = images.to(rows_B.device), squared.to(rows_B.device)
+            images = images.to(rows_B.device)
+            squared = squared.to(rows_B.device)
             near_BN = precision_B1 * (
                 2 * alpha_B1 * rows_B @ images.T - alpha_B1.square() * squared
             )
-            found.append(near_BN.logsumexp(1) - torch.tensor(float(len(images))).log())
-        return torch.stack(found, 1)
+            log_densities.append(near_BN.logsumexp(1) - torch.tensor(float(len(images))).log())
+        return torch.stack(log_densities, 1)
 
 
 def exact_class_priors(images_K: Sequence[Tensor], label_KN: Sequence[Tensor]) -> ClassPriors:

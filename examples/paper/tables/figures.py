@@ -17,7 +17,10 @@ from examples.paper.tables.published import Cells
 from examples.paper.tables.results import RATIOS, Cell, over_seeds
 from examples.paper.tables.rows import BEST_BATCH, Table
 
-_BLUE, _RED, _GREY, _ERRORS = "#1b6ca8", "#c8553d", "0.45", "0.3"
+_BLUE = "#1b6ca8"
+_RED = "#c8553d"
+_GREY = "0.45"
+_ERRORS = "0.3"
 _FID = ("fid", "FID (small classifier)", 1.0)
 _BARS = {  # figure, title and unit of each panel of a table's picture
     1: (_FID, ("share_error", "share error", 1.0)),
@@ -78,10 +81,10 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
 
 def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] | None:
     """Return a figure and how far its interval reaches down and up."""
-    found = over_seeds(cells, name)
-    if found is None:
+    interval = over_seeds(cells, name)
+    if interval is None:
         return None
-    mean, low, high = found
+    mean, low, high = interval
     return (
         mean,
         max(mean - (mean if low is None else low), 0.0),
@@ -90,12 +93,13 @@ def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] |
 
 
 def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit: float) -> None:
-    labels, as_ratios = list(cells), name in RATIOS
+    labels = list(cells)
+    as_ratios = name in RATIOS
     for place, label in enumerate(labels):
-        found = _point(cells[label], name)
-        if found is None:
+        point_in_units = _point(cells[label], name)
+        if point_in_units is None:
             continue
-        point = tuple(each / unit for each in found)
+        point = tuple(number / unit for number in point_in_units)
         if as_ratios and "floor" in label:  # far below all others
             axis.text(
                 0.0,
@@ -146,22 +150,25 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
         if point is None:
             continue
         if at is not None:
-            x, name = float(at(label)), _series(label)
+            x = float(at(label))
+            name = _series(label)
         else:
             flops = over_seeds(by_seed, "flops")
-            x, name = flops[0] if flops else 0.0, label.rsplit(", budget", 1)[0]
+            x = flops[0] if flops else 0.0
+            name = label.rsplit(", budget", 1)[0]
         lines.setdefault(name, []).append((x, point))
     colours: dict[str, str] = {}
     for name, points in lines.items():
         points.sort()
         at_x, (y, down, up) = (
             [place for place, _ in points],
-            zip(*(each for _, each in points), strict=True),
+            zip(*(point for _, point in points), strict=True),
         )
         best = name.endswith(BEST_BATCH)
         kind = name.removesuffix(BEST_BATCH).split(", ")[-1]
         colours.setdefault(kind, _RED if kind == "monolith" else _LINES[len(colours) % len(_LINES)])
-        style, colour = "--" if best or name.startswith("sample") else "-", colours[kind]
+        style = "--" if best or name.startswith("sample") else "-"
+        colour = colours[kind]
         axis.errorbar(
             at_x,
             y,

@@ -13,12 +13,19 @@ from ddm.routers.base import Router
 from ddm.routers.labelled import Labelled
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.sampling.strategies import Strategy
-from examples.paper.privacy.families import PATH, Fitted, Terms, as_published, fit_exact, fit_family
+from examples.paper.privacy.families import (
+    PATH,
+    Fitted,
+    RouterTerms,
+    as_published,
+    fit_exact,
+    fit_family,
+)
 from examples.paper.privacy.measure import measure
 from examples.paper.privacy.public import PublicParts, fit_public_parts
 from examples.paper.privacy.shares import PriorOnly
 from examples.paper.privacy.worlds import Dataset
-from examples.paper.privacy.worlds import World as Silos
+from examples.paper.privacy.worlds import PrivateWorld as Silos
 from examples.paper.tables.data import Part, World
 from examples.paper.tables.models import Made
 from examples.paper.tables.presets import Preset
@@ -27,8 +34,11 @@ from examples.paper.tables.rows import FittedRouter
 
 # Shape legend: N images, K silos, C classes.
 
-_MOST_HELD_OUT, _MOST_GROUPS, _PUBLIC_A_GROUP = 2000, 64, 8
-_RANK, _RELEASED_RANK = 64, 12
+_MOST_HELD_OUT = 2000
+_MOST_GROUPS = 64
+_PUBLIC_A_GROUP = 8
+_RANK = 64
+_RELEASED_RANK = 12
 _CORRECTIONS = 3  # after each step of a completion
 _EVIDENCE = 1.0  # epsilon of the counts by which the router of drawn images is calibrated
 
@@ -90,22 +100,23 @@ class Routers:
                 )
             case "samples":
                 evidence = self._private("counts", _EVIDENCE).evidence
-                found = Fitted(self._from_samples(), evidence)
-                return as_published(found, self.silos, self.parts, self.seed)
+                fitted = Fitted(self._from_samples(), evidence)
+                return as_published(fitted, self.silos, self.parts, self.seed)
             case "counts" | "learned":
                 if wanted.epsilon is None:
-                    found = fit_exact(self.silos, self.parts)
+                    fitted = fit_exact(self.silos, self.parts)
                 else:
-                    found = self._private(wanted.family, wanted.epsilon)
-                return as_published(found, self.silos, self.parts, self.seed)
+                    fitted = self._private(wanted.family, wanted.epsilon)
+                return as_published(fitted, self.silos, self.parts, self.seed)
 
     def _private(self, family: str, epsilon: float) -> Fitted:
         return fit_family(
-            self.silos, self.parts, Terms(family, epsilon, self.learned_steps), self.seed
+            self.silos, self.parts, RouterTerms(family, epsilon, self.learned_steps), self.seed
         )
 
     def _from_samples(self) -> Router:
-        ensemble, num = self.made.ensemble, self.settings.images_per_expert
+        ensemble = self.made.ensemble
+        num = self.settings.images_per_expert
         device = self.device
         images_EN = draw_from_experts(
             ensemble.experts, ensemble.shape, num, self.seed, PATH, None, device=device
@@ -130,13 +141,11 @@ class Routers:
         Both are against the exact shares of each image's class, by which the silos were drawn. Routers are chosen by
         the cross-entropy on validation images.
         """
-        found, chosen_by = (
-            measure(self.get(wanted), self.silos),
-            measure(self.get(wanted), self.judging),
-        )
-        error = sum(found.share_error_T) / len(found.share_error_T)
+        measured = measure(self.get(wanted), self.silos)
+        chosen_by = measure(self.get(wanted), self.judging)
+        error = sum(measured.share_error_T) / len(measured.share_error_T)
         return {
-            "cross_entropy": _mean(found.loss_TN.mean(0), self.seed),
+            "cross_entropy": _mean(measured.loss_TN.mean(0), self.seed),
             "validation_cross_entropy": _mean(chosen_by.loss_TN.mean(0), self.seed),
             "router_share_error": Figure(value=error),
         }
@@ -165,7 +174,8 @@ def _mean(value_N: Tensor, seed: int) -> Figure:
 
 
 def _silos(world: World, preset: Preset, own_K: Sequence[Tensor], judged: Part) -> Silos:
-    public, values = world.public, world.train.images[0].numel()
+    public = world.public
+    values = world.train.images[0].numel()
     num_held_out = min(_MOST_HELD_OUT, len(public) // 3)
     num_public = len(public) - num_held_out
     held_CK = torch.stack(

@@ -10,7 +10,9 @@ from examples.paper.tables.students import QUARTER
 STUDENT = "student, own samples"  # a row that the target is of where the next one was not measured
 FROM_EXPERT = f"{STUDENT}, from an expert"
 LONGER = f"{FROM_EXPERT}, 4 times the steps"
-ONE_SHOT, FEDAVG = "one-shot ensemble, lock(1)", "FedAvg"  # as is theirs
+# as is theirs
+ONE_SHOT = "one-shot ensemble, lock(1)"
+FEDAVG = "FedAvg"
 STRATEGIES_OF_ROUTERS = ("full", "lock(.5)")
 _GUIDED = ("full", "sample", "lock(1)", "lock(.5)")
 
@@ -79,8 +81,8 @@ def routers(preset: Preset) -> Table:
     families: tuple[Literal["counts", "learned"], ...] = ("counts", "learned")
     for family in families:
         known |= {
-            f"{family}, epsilon {each:g}": FittedRouter(family=family, epsilon=each)
-            for each in preset.epsilons
+            f"{family}, epsilon {epsilon:g}": FittedRouter(family=family, epsilon=epsilon)
+            for epsilon in preset.epsilons
         }
     rows = [
         Row(table=6, label=f"{name}, {strategy}", source=experts, strategy=strategy, router=router)
@@ -157,7 +159,7 @@ def objectives_and_classes(preset: Preset) -> Table:
     plain, mixed = (
         Experts(num=preset.num_islands, objectives=which) for which in ("velocity", "mixed")
     )
-    told = Experts(num=preset.num_islands, partition="silos", conditional=True)
+    conditional = Experts(num=preset.num_islands, partition="silos", conditional=True)
     rows = [
         Row(table=9, label=f"{name}, {strategy}", source=source, strategy=strategy)
         for name, source in (("velocities", plain), ("mixed", mixed))
@@ -170,7 +172,7 @@ def objectives_and_classes(preset: Preset) -> Table:
             Row(
                 table=9,
                 label=f"classes, g {scale:g}, full, exact router (oracle)",
-                source=told,
+                source=conditional,
                 strategy="full",
                 router="exact",
                 guidance=scale,
@@ -179,7 +181,7 @@ def objectives_and_classes(preset: Preset) -> Table:
                 Row(
                     table=9,
                     label=f"classes, g {scale:g}, {name}",
-                    source=told,
+                    source=conditional,
                     strategy=name,
                     guidance=scale,
                 )

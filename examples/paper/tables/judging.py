@@ -70,28 +70,27 @@ class Judge:
         with alone(out, path.stem, wait=True):
             if not path.exists():
                 _train(world, preset, path, clock)
-        classifier, test = Classifier.load(path), world.test
+        classifier = Classifier.load(path)
+        test = world.test
         if classifier.trained_on != digest_of_training(world.public.images, world.public.label_N):
-            expected, got = (
-                f"a classifier of the public images of {world.name}",
-                "one of other images",
-            )
+            expected = f"a classifier of the public images of {world.name}"
+            got = "one of other images"
             remedy = "Give the --data of the earlier run, or another --out."
             raise SetupError(str(path), expected=expected, got=got, remedy=remedy)
         encoder = PcaEncoder.fit(world.public.images, preset.pca_dim)
         kept = Kept(out / "cells")
         key = ("classifier", sha256_file(path), world.name)
-        about = kept.read(key, Judged)
-        if about is None:
-            about = Judged(
+        judged = kept.read(key, Judged)
+        if judged is None:
+            judged = Judged(
                 digest=sha256_file(path), accuracy=classifier.accuracy(test.images, test.label_N)
             )
-            kept.write(key, about)
+            kept.write(key, judged)
         return cls(
             world,
             classifier,
             encoder,
-            about,
+            judged,
             FeatureSet.of(classifier.encode(test.images), NEIGHBOURS),
             FeatureSet.of(encoder.encode(test.images), NEIGHBOURS),
             FeatureSet.of(classifier.encode(world.validation.images), NEIGHBOURS),
@@ -133,18 +132,20 @@ class Judge:
         metrics, both = measure(
             FeatureSet.of(self.classifier.encode(images), NEIGHBOURS), self.test
         )
-        found = {name: Figure.of(metrics[name]) for name in _SHOWN}
+        figures = {name: Figure.of(metrics[name]) for name in _SHOWN}
         by_encoder = measure(FeatureSet.of(self.encoder.encode(images), NEIGHBOURS), self.test_pca)[
             0
         ]
-        found["fid_pca"] = Figure.of(by_encoder["fid"])
+        figures["fid_pca"] = Figure.of(by_encoder["fid"])
         if of_silos:
             smallest = len(UNEQUAL) - 1
-            found["smallest_drawn"] = Figure.of(proportion(self.world.unequal(images) == smallest))
-            found["smallest_recall"] = Figure.of(
+            figures["smallest_drawn"] = Figure.of(
+                proportion(self.world.unequal(images) == smallest)
+            )
+            figures["smallest_recall"] = Figure.of(
                 proportion(both.recalled_M[self.silo_M == smallest])
             )
-        return found
+        return figures
 
 
 def _train(world: World, preset: Preset, path: Path, clock: Clock) -> None:

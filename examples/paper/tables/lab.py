@@ -33,11 +33,11 @@ from examples.paper.tables.published import Published
 from examples.paper.tables.rates import best_rate, kind_of, only_rate, settled, tuned_as
 from examples.paper.tables.results import (
     Cell,
-    Choice,
     Cost,
     Document,
     Figure,
     Kept,
+    RateChoice,
     commit,
     hardware,
     utc,
@@ -126,36 +126,32 @@ class Lab:
 
         def measure() -> Cell:
             self.clock.check()
-            found = self._measured(row, seed)
-            say(
-                f"table {row.table}, seed {seed}, {row.label}: FID {found.figures['fid'].value:.1f}"
-            )
-            return found
+            cell = self._measured(row, seed)
+            say(f"table {row.table}, seed {seed}, {row.label}: FID {cell.figures['fid'].value:.1f}")
+            return cell
 
         return self._once(self.key(row, seed), partial(self._kept_cell, row, seed), measure)
 
     def _kept_cell(self, row: Row, seed: int) -> Cell | None:
         """Return a row's cell, unless its model was trained at another rate than the one that is chosen now."""
-        found = self.kept.read(self.key(row, seed), Cell)
-        if found is None or found.cost is None or isinstance(row.source, TrainingImages):
-            return found
+        cell = self.kept.read(self.key(row, seed), Cell)
+        if cell is None or cell.cost is None or isinstance(row.source, TrainingImages):
+            return cell
         chosen = self.chosen(row.source)
         return (
-            found
-            if chosen and isclose(chosen.rate, found.cost.learning_rate, rel_tol=1e-4)
-            else None
+            cell if chosen and isclose(chosen.rate, cell.cost.learning_rate, rel_tol=1e-4) else None
         )
 
     def _once(
         self, key: object, read: Callable[[], Document | None], make: Callable[[], Document]
     ) -> Document:
         """Return what is kept under a key, or make it as the only process that does."""
-        if (found := read()) is None:
+        if (value := read()) is None:
             with alone(self.out, self.kept.file(key).stem):
-                if (found := read()) is None:  # another process may have been a moment earlier
-                    found = make()
-                    self.kept.write(key, found)
-        return found
+                if (value := read()) is None:  # another process may have been a moment earlier
+                    value = make()
+                    self.kept.write(key, value)
+        return value
 
     def key(self, row: Row, seed: int) -> tuple[object, ...]:
         """Return what a row's cell is kept under."""
@@ -180,7 +176,7 @@ class Lab:
         kept = self._kept_cell(known, seed) if known else None
         return kept or self.published.cell(row.table, row.label, seed, self.judge.about)
 
-    def rate(self, source: Trained) -> Choice:
+    def rate(self, source: Trained) -> RateChoice:
         """Return the learning rate of models like this one that is best on validation images.
 
         Raises:
@@ -195,20 +191,21 @@ class Lab:
             return Experts(num=source.num)
         return source
 
-    def _own_rate(self, source: Trained) -> Choice:
+    def _own_rate(self, source: Trained) -> RateChoice:
         """Return the rate that this run's classifier chooses."""
-        kind, judge = kind_of(source, self.preset), self.judge.about.digest
+        kind = kind_of(source, self.preset)
+        judge = self.judge.about.digest
 
-        def choose() -> Choice:
-            found = best_rate(
+        def choose() -> RateChoice:
+            choice = best_rate(
                 self.preset, judge, partial(self._tried, tuned_as(source, self.preset))
             )
-            say(f"rate of {kind} {found.rate:g}, by FID on validation images: {found.in_words}")
-            return found
+            say(f"rate of {kind} {choice.rate:g}, by FID on validation images: {choice.in_words}")
+            return choice
 
         return self._once(self._key("rate", kind), partial(self._own_choice, source), choose)
 
-    def chosen(self, source: Trained) -> Choice | None:
+    def chosen(self, source: Trained) -> RateChoice | None:
         """Return the rate of models like this one, if it was chosen already or leaves nothing to choose.
 
         A published one comes first: where this run's classifier chooses as well, to compare, all seeds have one rate.
@@ -217,10 +214,10 @@ class Lab:
         published = self.published.rate(kind_of(source, self.preset))
         return only_rate(source, self.preset) or published or self._own_choice(source)
 
-    def _own_choice(self, source: Trained) -> Choice | None:
+    def _own_choice(self, source: Trained) -> RateChoice | None:
         """Return the rate that this run's classifier chose, or that leaves nothing to choose."""
         kind = kind_of(source, self.preset)
-        return only_rate(source, self.preset) or self.kept.read(self._key("rate", kind), Choice)
+        return only_rate(source, self.preset) or self.kept.read(self._key("rate", kind), RateChoice)
 
     def _tried(self, source: Trained, rate: float) -> tuple[float, Cost]:
         """Return the FID on validation images of a model that is trained at a rate, and what training it took."""
@@ -295,7 +292,8 @@ class Lab:
         return network_of(ensemble, losses.index(min(losses))).state_dict()
 
     def _measured(self, row: Row, seed: int) -> Cell:
-        num, of_silos = self.preset.num_samples, row.table == _SILOS
+        num = self.preset.num_samples
+        of_silos = row.table == _SILOS
         if isinstance(row.source, TrainingImages):
             order = torch.randperm(
                 len(self.world.train), generator=torch.Generator().manual_seed(seed)
@@ -322,10 +320,8 @@ class Lab:
         figures["flops"] = Figure(value=made.cost.flops)
         if isinstance(row.router, FittedRouter):
             figures |= self._routers(made, seed).figures(row.router)
-            images, strategy = (
-                self.world.test.images[: self.preset.completed],
-                STRATEGIES[row.strategy],
-            )
+            images = self.world.test.images[: self.preset.completed]
+            strategy = STRATEGIES[row.strategy]
             steps = self.preset.sampling_steps
             figures["completion_error"] = completion_error(ensemble, images, strategy, steps, seed)
         if isinstance(row.source, Experts):
@@ -408,12 +404,12 @@ class Lab:
             return drawn(ensemble, row, self.preset, seed, classes, step)
 
     def _shares(self, samples: Samples, prior: Sequence[float], seed: int) -> dict[str, Figure]:
-        found = share_error(samples.expert_N, prior, seed=seed)
+        error = share_error(samples.expert_N, prior, seed=seed)
         last: Tensor = samples.expert_N == samples.num_experts - 1
         return {
-            "share_error": Figure.of(found.error),
-            "share_by_chance": Figure(value=found.by_chance),
-            "share_mean_by_chance": Figure(value=found.mean_by_chance),
+            "share_error": Figure.of(error.error),
+            "share_by_chance": Figure(value=error.by_chance),
+            "share_mean_by_chance": Figure(value=error.mean_by_chance),
             "smallest_followed": Figure(value=float(last.double().mean())),
         }
 

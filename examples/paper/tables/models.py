@@ -34,7 +34,8 @@ from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Cost, commit
 from examples.paper.tables.sources import AllImages, Images, Monolith, PublicImages, SiloImages
 
-WEIGHTS, RECORD = "model.safetensors", "cost.json"
+WEIGHTS = "model.safetensors"
+RECORD = "cost.json"
 _APART = 1000  # between two seeds: an expert adds its number, and each draws weights and batches of its own
 FORMER = RECIPES["plain"]  # what plans left to the library before its defaults were measured
 
@@ -114,8 +115,10 @@ class Workshop:
     ) -> TrainingRecipe:
         """The same of a model of all images, with as many steps more as an ensemble's router costs."""
         settings = self.training(budget, self.preset.batch_size, rate, seed, updates)
-        each = count_flops(self.preset.network, self.world.data.shape)[1] * settings.batch_size
-        extra = ceil(self.router_flops(budget, self.preset.num_islands, told) / each)
+        step_flops = (
+            count_flops(self.preset.network, self.world.data.shape)[1] * settings.batch_size
+        )
+        extra = ceil(self.router_flops(budget, self.preset.num_islands, told) / step_flops)
         return settings.model_copy(update={"num_steps": settings.num_steps + extra})
 
     def router(self, budget: float, told: bool) -> CountsSettings | SamplesSettings:
@@ -147,7 +150,8 @@ class Workshop:
             run: trains it.
             teaching: operations of its teacher.
         """
-        folder, network = self.out / name, self.preset.network
+        folder = self.out / name
+        network = self.preset.network
         if (folder / RECORD).exists():
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,17 +160,17 @@ class Workshop:
         )
         with progress(f"{name}: training") as tell, self.clock.while_training() as is_over:
             checkpoints = folder / "checkpoints"
-            done = run(
+            training = run(
                 model, checkpoints, self.engine, lambda at: tell(at.step, at.num_steps), is_over
             )
-        save_tensors(folder / WEIGHTS, done.ema)
+        save_tensors(folder / WEIGHTS, training.ema)
         cost = Cost(
-            steps=done.steps,
+            steps=training.steps,
             batch_size=settings.batch_size,
             learning_rate=settings.learning_rate,
-            flops=done.flops + teaching,
+            flops=training.flops + teaching,
             router_flops=0.0,
-            seconds=done.seconds,
+            seconds=training.seconds,
             commit=commit(),
         )
         write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
@@ -174,7 +178,9 @@ class Workshop:
 
     def opened(self, name: str, told: bool = False) -> Made:
         """Open a dense model as an ensemble of one expert."""
-        folder, shape, condition = self.out / name, self.world.data.shape, self.condition(told)
+        folder = self.out / name
+        shape = self.world.data.shape
+        condition = self.condition(told)
         file = File.of(WEIGHTS, folder / WEIGHTS)
         expert = load_expert(self.preset.network, shape, folder, file, condition).to(self.device)
         cost = Cost.model_validate_json((folder / RECORD).read_bytes())
@@ -252,10 +258,8 @@ def monolith(
     times: TDistribution = LogitNormalT()
     if source.recipe == "former":
         same = {"num_steps": recipe.num_steps, "batch_size": recipe.batch_size, "seed": recipe.seed}
-        settings, times = (
-            FORMER.training.model_copy(update=same | {"learning_rate": rate}),
-            FORMER.times,
-        )
+        settings = FORMER.training.model_copy(update=same | {"learning_rate": rate})
+        times = FORMER.times
     part = images_of(shop.world, source.images, seed)
     condition = shop.condition(source.conditional)
 

@@ -13,7 +13,7 @@ from examples.paper.tables.presets import Preset
 from examples.paper.tables.published import Cells, Record, write_cells
 from examples.paper.tables.results import Cell, over_seeds
 from examples.paper.tables.rows import Table
-from examples.paper.tables.targets import Target, targets, write_targets
+from examples.paper.tables.targets import TableTarget, targets, write_targets
 
 _TITLES = {
     "fid": "FID",
@@ -113,7 +113,8 @@ class Report:
         nums = {
             len(by_seed) for cells in tables or self.found.values() for by_seed in cells.values()
         }
-        least, most = min(nums), max(nums)
+        least = min(nums)
+        most = max(nums)
         seeds = (
             f"{most} seed{'s' if most != 1 else ''}"
             if least == most
@@ -122,7 +123,9 @@ class Report:
         return f"{self.world.name}, preset {self.preset.name}, {seeds}"
 
     def _head(self) -> str:
-        world, network, preset = self.world, self.preset.network, self.preset
+        world = self.world
+        network = self.preset.network
+        preset = self.preset
         cells = self._cells()
         seeds = sorted({cell.seed for cell in cells})
         hardware = sorted(
@@ -164,7 +167,9 @@ class Report:
                 of.setdefault(command, []).append(number)
         lines = [f"{command}    # {_numbers(numbers)}" for command, numbers in of.items()]
         limited = (
-            "" if not any("rows" in each for each in self.missing) else f"\n\n{_filled(_LIMITED)}"
+            ""
+            if not any("rows" in reason for reason in self.missing)
+            else f"\n\n{_filled(_LIMITED)}"
         )
         return "\n".join(["```", *lines, "```"]) + limited
 
@@ -176,27 +181,27 @@ class Report:
             judge = self.record.tables[number].judge
             of.setdefault(judge.digest, []).append(number)
             accuracy[judge.digest] = judge.accuracy
-        each = [
+        sentences = [
             f"sha256 `{digest[:16]}`, correct on {accuracy[digest]:.1%} of the test images"
             + (f", in {_numbers(numbers)}" if len(of) > 1 else "")
             for digest, numbers in of.items()
         ]
         alone = "these tables" if len(of) == 1 else "the tables of one classifier"
-        return f"{'; '.join(each)}; compare figures only within {alone}"
+        return f"{'; '.join(sentences)}; compare figures only within {alone}"
 
     def _routers(self) -> str:
         """Name the families of the ensembles' own routers, with their temperatures."""
-        found: dict[str, list[str]] = {}
+        temperatures: dict[str, list[str]] = {}
         for name in sorted(
             {cell.router for cell in self._cells()} - {"", "prior", "exact posterior"}
         ):
             family, _, temperature = name.partition(", T = ")
-            found.setdefault(family, []).append(temperature)
-        each = (
+            temperatures.setdefault(family, []).append(temperature)
+        routers = (
             f"{family} (temperature {' to '.join(dict.fromkeys((t[0], t[-1])))})"
-            for family, t in found.items()
+            for family, t in temperatures.items()
         )
-        return ", ".join(each) or "none was used"
+        return ", ".join(routers) or "none was used"
 
     def _tuning(self) -> str:
         if not any(choice.tried for choice in self.record.rates.values()):
@@ -229,10 +234,8 @@ class Report:
             values = [_shown(by_seed, name) for name in table.columns]
             took = dict.fromkeys(_TRAINING, "")
             if costs:
-                steps, flops = (
-                    f"{costs[0].steps} x {costs[0].batch_size}",
-                    human_flops(costs[0].flops),
-                )
+                steps = f"{costs[0].steps} x {costs[0].batch_size}"
+                flops = human_flops(costs[0].flops)
                 seconds = human_seconds(median(cost.seconds for cost in costs))
                 took = dict(zip(_TRAINING, (steps, flops, seconds), strict=True))
             if "flops" in table.columns:  # the same figure
@@ -243,13 +246,14 @@ class Report:
         ]
         titles = ("", *(_TITLES[name] for name in table.columns), *training, "seeds")
         text = f"{table.note} {_by_chance(cells) if 'share_error' in table.columns else ''}".strip()
-        number, note = table.number, f"{_filled(text)}\n\n" if text else ""
+        number = table.number
+        note = f"{_filled(text)}\n\n" if text else ""
         return (
             f"## Table {number}: {table.title}\n\n{note}{_markdown(titles, rows)}\n\n"
             f"![{table.title}](table{number}.png)\n\nEvery seed: [table{number}.csv](table{number}.csv)."
         )
 
-    def _targets(self, reached: Sequence[Target]) -> str:
+    def _targets(self, reached: Sequence[TableTarget]) -> str:
         rows = []
         for target in reached:
             value = "" if target.value is None else f"{target.value:.3g}"
@@ -268,10 +272,10 @@ class Report:
 
 
 def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
-    found = over_seeds(by_seed, name)
-    if found is None:
+    figure_interval = over_seeds(by_seed, name)
+    if figure_interval is None:
         return ""
-    mean, low, high = found
+    mean, low, high = figure_interval
     if name in ("flops", "start_flops"):
         return human_flops(mean)
     if name == "wall_s":
@@ -304,9 +308,9 @@ def _intervals(cells: Sequence[Cell]) -> str:
 
 def _by_chance(cells: Cells) -> str:
     """Say how large a share error is where experts are drawn exactly by their priors."""
-    each = [cell.figures for by_seed in cells.values() for cell in by_seed.values()]
+    figures_of_cells = [cell.figures for by_seed in cells.values() for cell in by_seed.values()]
     mean, limit = (
-        sorted(figures[name].value for figures in each if name in figures)
+        sorted(figures[name].value for figures in figures_of_cells if name in figures)
         for name in ("share_mean_by_chance", "share_by_chance")
     )
     if not mean:

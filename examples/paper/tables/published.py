@@ -11,7 +11,7 @@ from ddm.errors import DataError, MissingFileError
 from ddm.io.files import require_file, write_atomic
 from ddm.protocol.base import Model
 from examples.paper.tables.judging import CLASSIFIER, Judged
-from examples.paper.tables.results import Cell, Choice, Cost, Figure
+from examples.paper.tables.results import Cell, Cost, Figure, RateChoice
 from examples.paper.tables.sharing import alone
 
 RECORD = "run.json"
@@ -54,7 +54,7 @@ class Record(Model):
 
     settings: str
     tables: dict[int, Origin]
-    rates: dict[str, Choice]
+    rates: dict[str, RateChoice]
 
     def write(self, folder: Path) -> None:
         """Write it beside the tables."""
@@ -122,7 +122,7 @@ class Published:
                 else cls()
             )
 
-    def rate(self, kind: str) -> Choice | None:
+    def rate(self, kind: str) -> RateChoice | None:
         """Return how the learning rate of a kind of model was chosen, if it was."""
         return self.record.rates.get(kind) if self.record else None
 
@@ -139,13 +139,13 @@ class Published:
 
 def _brought(folder: Path, out: Path, settings: str) -> Published:
     """Copy published tables, and their classifier where this run has none yet; return them."""
-    found = Published.read(folder, settings)
-    names = [f"table{number}.csv" for number in found.cells]
+    earlier = Published.read(folder, settings)
+    names = [f"table{number}.csv" for number in earlier.cells]
     for name in (*names, RECORD):  # the record last: it says that the tables are there
         write_atomic(out / _PUBLISHED / name, (folder / name).read_bytes())
     if (folder / CLASSIFIER).exists() and not (out / CLASSIFIER).exists():
         write_atomic(out / CLASSIFIER, (folder / CLASSIFIER).read_bytes())
-    return found
+    return earlier
 
 
 def write_cells(path: Path, cells: Cells) -> None:
@@ -168,8 +168,8 @@ def write_cells(path: Path, cells: Cells) -> None:
                 drawn = (cell.router, cell.num_samples, f"{cell.sampling_seconds:.1f}")
                 for name, figure in cell.figures.items():
                     numbers = (
-                        "" if each is None else f"{each:.6g}"
-                        for each in (figure.value, figure.low, figure.high)
+                        "" if number is None else f"{number:.6g}"
+                        for number in (figure.value, figure.low, figure.high)
                     )
                     writer.writerow(
                         (

@@ -8,7 +8,7 @@ from ddm.protocol.architecture import RATE_TIMES_WIDTH
 from examples.paper.tables.data import CONCENTRATION
 from examples.paper.tables.models import FORMER
 from examples.paper.tables.presets import Preset
-from examples.paper.tables.results import Choice, Cost
+from examples.paper.tables.results import Cost, RateChoice
 from examples.paper.tables.rows import Row
 from examples.paper.tables.sources import (
     PUBLIC_BASE,
@@ -89,21 +89,23 @@ def tuned_as(source: Trained, preset: Preset) -> Trained:
     return Experts(budget=preset.tuning, num=source.num, updates=source.updates)
 
 
-def only_rate(source: Trained, preset: Preset) -> Choice | None:
+def only_rate(source: Trained, preset: Preset) -> RateChoice | None:
     """Return the rate of a model where nothing is to be chosen; else None.
 
     A preset with one rate leaves nothing; the former recipe has a rate of its own, and what is not tuned that of plans
     which name none.
     """
     if isinstance(source, Monolith) and source.recipe == "former":
-        return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0)
+        return RateChoice(rate=FORMER.training.learning_rate, tried={}, steps=0)
     if len(preset.rates) == 1 or (isinstance(source, Monolith) and not source.tuned):
-        return Choice(rate=RATE_TIMES_WIDTH / preset.network.hidden, tried={}, steps=0)
+        return RateChoice(rate=RATE_TIMES_WIDTH / preset.network.hidden, tried={}, steps=0)
     return None
 
 
-def best_rate(preset: Preset, judge: str, measure: Callable[[float], tuple[float, Cost]]) -> Choice:
-    """Try the preset's rates, and further ones while the best is the lowest or the highest; see `Choice.trains`.
+def best_rate(
+    preset: Preset, judge: str, measure: Callable[[float], tuple[float, Cost]]
+) -> RateChoice:
+    """Try the preset's rates, and further ones while the best is the lowest or the highest; see `RateChoice.trains`.
 
     Args:
         preset: holds the rates.
@@ -128,7 +130,7 @@ def best_rate(preset: Preset, judge: str, measure: Callable[[float], tuple[float
         attempt(beyond)
     shown = {f"{rate:.3g}": None if fid == inf else fid for rate, fid in sorted(tried.items())}
     best = min(tried, key=lambda rate: tried[rate])
-    return Choice(rate=best, tried=shown, steps=costs[0].steps if costs else 0, judge=judge)
+    return RateChoice(rate=best, tried=shown, steps=costs[0].steps if costs else 0, judge=judge)
 
 
 def rate_beyond(tried: Mapping[float, float]) -> float | None:
@@ -156,7 +158,9 @@ def candidates(row: Row, preset: Preset) -> list[Trained]:
     return [source.model_copy(update={"updates": times}) for times in (1, *more)]
 
 
-def settled(row: Row, preset: Preset, choice_of: Callable[[Trained], Choice | None]) -> Row | None:
+def settled(
+    row: Row, preset: Preset, choice_of: Callable[[Trained], RateChoice | None]
+) -> Row | None:
     """Return a row with the batch, or the weight of FedProx's term, that is best on validation images.
 
     None where a choice of the rate is missing, or where different classifiers judged them.

@@ -100,7 +100,7 @@ class Cell(Model):
     utc: str
 
 
-class Choice(Model):
+class RateChoice(Model):
     """How a learning rate was chosen.
 
     Attributes:
@@ -166,7 +166,8 @@ def spread(
     if as_ratios and min(values) > 0:
         mean, low, high = spread([log(value) for value in values])
         return exp(mean), None if low is None else exp(low), None if high is None else exp(high)
-    num, mean = len(values), fsum(values) / len(values)
+    num = len(values)
+    mean = fsum(values) / len(values)
     if num == 1:
         return mean, None, None
     half = float(student.ppf(0.975, num - 1)) * sqrt(
@@ -192,7 +193,8 @@ def over_seeds(
         return figures[0].value, figures[0].low, figures[0].high
     mean, low, high = spread([figure.value for figure in figures], as_ratios=name in RATIOS)
     if name in _SHARES and low is not None and high is not None:
-        low, high = max(low, 0.0), min(high, 1.0)
+        low = max(low, 0.0)
+        high = min(high, 1.0)
     return mean, low, high
 
 
@@ -201,7 +203,8 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = str(torch.cpu.get_capabilities().get("cpu_name") or platform.machine())
-    num, load = torch.get_num_threads(), f"load {os.getloadavg()[0]:.0f}"
+    num = torch.get_num_threads()
+    load = f"load {os.getloadavg()[0]:.0f}"
     return f"{name}, {num} thread{'s' if num != 1 else ''} on {os.cpu_count()} cores, {load}"
 
 

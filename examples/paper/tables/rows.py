@@ -26,7 +26,9 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-UNTUNED, FORMER = "monolith, default rate", "monolith, former recipe"  # rows that a target is of
+# rows that a target is of
+UNTUNED = "monolith, default rate"
+FORMER = "monolith, former recipe"
 BEST_BATCH = ", best batch"  # what their names end with in table 4, before the budget
 
 

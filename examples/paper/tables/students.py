@@ -36,7 +36,7 @@ def student(
     recipe = shop.dense_training(source.budget, rate, seed, updates=source.updates)
     batch = max(1, round(QUARTER * shop.preset.batch_size))
     settings = recipe.model_copy(update={"batch_size": batch}).plain(shop.preset.network)
-    asked = (
+    evaluations = (
         settings.num_steps
         * settings.batch_size
         * (source.num if source.teacher == "mixture" else 1)
@@ -69,7 +69,7 @@ def student(
             t_distribution=LogitNormalT(),
         )
 
-    shop.trained(name, False, settings, run, teaching=float(forward) * (asked + own))
+    shop.trained(name, False, settings, run, teaching=float(forward) * (evaluations + own))
     return shop.opened(name)
 
 

@@ -37,7 +37,7 @@ _PAPER = 0.72  # FID of the paper's ensemble over its monolith's, 28% lower
 
 
 @dataclass(frozen=True)
-class Target:
+class TableTarget:
     """A figure to reach.
 
     Attributes:
@@ -67,13 +67,15 @@ class Target:
     utc: str = ""
 
 
-def targets(found: Mapping[int, Cells]) -> list[Target]:
+def targets(found: Mapping[int, Cells]) -> list[TableTarget]:
     """Return every target; those whose tables were not measured without a value.
 
     Args:
         found: the cells by table.
     """
-    first, budgets, students = found.get(1, {}), found.get(4, {}), found.get(5, {})
+    first = found.get(1, {})
+    budgets = found.get(4, {})
+    students = found.get(5, {})
     paper = "FID of lock(1) over that of a monolith of as many steps, to reach the paper's gain"
     rows = [
         _neutral(first),
@@ -100,7 +102,7 @@ def targets(found: Mapping[int, Cells]) -> list[Target]:
     return rows + _joining(found.get(JOINING, {}))
 
 
-def _joining(cells: Cells) -> list[Target]:
+def _joining(cells: Cells) -> list[TableTarget]:
     """What joining and a shared base bring; see `examples.paper.tables.joining`."""
     by_start = {start: ensemble(CONCENTRATION, start) for start in (RANDOM, PUBLIC, LARGEST)}
     whole = {start: ensemble(CONCENTRATION, start, whole=True) for start in (RANDOM, LARGEST)}
@@ -161,22 +163,23 @@ def _joining(cells: Cells) -> list[Target]:
     ]
 
 
-def _neutral(cells: Cells) -> Target:
-    figure, most = (
-        "FID of the best neutral strategy over the tuned monolith's, the best batch of each",
-        0.5,
-    )
-    best, monolith = best_neutral(cells), best_monolith(cells)
-    found = _ratio(figure, most, cells, best, monolith)
-    told = [len(seeds) for label, seeds in cells.items() if _shares(label, seeds)]
-    if told and best is None:
+def _neutral(cells: Cells) -> TableTarget:
+    figure = "FID of the best neutral strategy over the tuned monolith's, the best batch of each"
+    most = 0.5
+    best = best_neutral(cells)
+    monolith = best_monolith(cells)
+    target = _ratio(figure, most, cells, best, monolith)
+    num_seeds = [len(seeds) for label, seeds in cells.items() if _shares(label, seeds)]
+    if num_seeds and best is None:
         return replace(
-            found, met="no" if max(told) >= _SEEDS else "undecided", note="no strategy is neutral"
+            target,
+            met="no" if max(num_seeds) >= _SEEDS else "undecided",
+            note="no strategy is neutral",
         )
-    return replace(found, note=f"{best}, over {monolith}") if found.value is not None else found
+    return replace(target, note=f"{best}, over {monolith}") if target.value is not None else target
 
 
-def _student(cells: Cells) -> Target:
+def _student(cells: Cells) -> TableTarget:
     label = (
         FROM_EXPERT if len(cells.get(FROM_EXPERT, {})) >= len(cells.get(STUDENT, {})) else STUDENT
     )
@@ -237,10 +240,10 @@ def _ratio(
     *,
     name: str = "fid",
     name_under: str | None = None,
-) -> Target:
+) -> TableTarget:
     target = f"at most {most:g}"
     if over is None or over not in cells or under not in cells:
-        return Target(figure, target)
+        return TableTarget(figure, target)
     seeds = sorted(cells[over].keys() & cells[under].keys())
     pairs = [(cells[over][seed], cells[under][seed]) for seed in seeds]
     name_under = name_under or name
@@ -252,20 +255,20 @@ def _ratio(
     return _target(figure, target, values, most, [cell for pair in pairs for cell in pair], over)
 
 
-def _private_routers(cells: Cells) -> Target:
+def _private_routers(cells: Cells) -> TableTarget:
     """The larger of two ratios, with full and with lock(.5): the best router of epsilon 1 over the best exact one.
 
     Best is who has the lowest cross-entropy on validation images, so that nothing is chosen by what is measured.
     """
-    figure, most = (
-        "FID with a router of epsilon 1 over the exact one's, full and lock(.5), the larger",
-        1.02,
-    )
+    figure = "FID with a router of epsilon 1 over the exact one's, full and lock(.5), the larger"
+    most = 1.02
     private = _lowest(cells, [f"{family}, epsilon 1" for family in ("counts", "learned")])
     exact = _lowest(cells, ["exact counts", "the ensemble's own", "labelled training images"])
-    names = [(f"{private}, {each}", f"{exact}, {each}") for each in STRATEGIES_OF_ROUTERS]
+    names = [
+        (f"{private}, {strategy}", f"{exact}, {strategy}") for strategy in STRATEGIES_OF_ROUTERS
+    ]
     if not all(name in cells for pair in names for name in pair):
-        return Target(figure, f"at most {most:g}")
+        return TableTarget(figure, f"at most {most:g}")
     rows = [(cells[over], cells[under]) for over, under in names]
     seeds = sorted(set.intersection(*(set(by_seed) for pair in rows for by_seed in pair)))
     values = [
@@ -276,10 +279,11 @@ def _private_routers(cells: Cells) -> Target:
     return _target(figure, f"at most {most:g}", values, most, used, f"{private}, over {exact}")
 
 
-def _one_shot(cells: Cells) -> Target:
+def _one_shot(cells: Cells) -> TableTarget:
     """Bytes of the ensemble over FedAvg's; met only where its FID is no worse than that of any FedAvg as well."""
-    figure, most = "bytes of the one-shot ensemble over those of FedAvg; FID no worse", 0.01
-    found = _ratio(figure, most, cells, ONE_SHOT, FEDAVG, name="bytes")
+    figure = "bytes of the one-shot ensemble over those of FedAvg; FID no worse"
+    most = 0.01
+    target = _ratio(figure, most, cells, ONE_SHOT, FEDAVG, name="bytes")
     fid = _ratio(
         figure,
         1.0,
@@ -287,11 +291,11 @@ def _one_shot(cells: Cells) -> Target:
         ONE_SHOT,
         _lowest_fid(cells, lambda label: label.startswith(FEDAVG), FEDAVG),
     )
-    if found.value is None or fid.value is None:
-        return replace(found, target="under 0.01")
-    met: Met = "no" if found.value >= most else fid.met
+    if target.value is None or fid.value is None:
+        return replace(target, target="under 0.01")
+    met: Met = "no" if target.value >= most else fid.met
     return replace(
-        found,
+        target,
         target="under 0.01",
         met=met,
         note=f"{ONE_SHOT}; its FID is {fid.value:.3g} of that of the best {FEDAVG}",
@@ -302,19 +306,19 @@ def _lowest(cells: Cells, names: Sequence[str]) -> str | None:
     """Return the router with the lowest mean cross-entropy over both strategies."""
     mean: dict[str, float] = {}
     for name in names:
-        each = [
+        cells_of_router = [
             cell
             for strategy in STRATEGIES_OF_ROUTERS
             for cell in cells.get(f"{name}, {strategy}", {}).values()
         ]
-        if each:
-            mean[name] = sum(cell.figures["validation_cross_entropy"].value for cell in each) / len(
-                each
-            )
+        if cells_of_router:
+            mean[name] = sum(
+                cell.figures["validation_cross_entropy"].value for cell in cells_of_router
+            ) / len(cells_of_router)
     return min(mean, key=lambda name: mean[name], default=None)
 
 
-def _flops(cells: Cells) -> Target:
+def _flops(cells: Cells) -> TableTarget:
     """How much of the FLOPs of the monolith's best FID an ensemble takes for the same, each with its best batch."""
     figure = "training FLOPs to the tuned monolith's best FID, over its own, batches chosen on validation images"
     most = 0.25
@@ -323,9 +327,10 @@ def _flops(cells: Cells) -> Target:
         {label.removeprefix(kind) for label in cells if label.startswith(kind)} for kind in _CURVES
     ]
     if budgets[0] != budgets[1]:
-        return Target(figure, f"at most {most:g}")
+        return TableTarget(figure, f"at most {most:g}")
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in cells.values()))) if cells else []
-    values, notes = [], []
+    values = []
+    notes = []
     for seed in seeds:
         curve = {kind: _curve(cells, kind, seed) for kind in _CURVES}
         flops, fid = min(curve["monolith"], key=lambda point: point[1])
@@ -339,15 +344,15 @@ def _flops(cells: Cells) -> Target:
         met: Met = (
             "no" if len(seeds) >= _SEEDS and all(value > most for value in values) else "undecided"
         )
-        return Target(
+        return TableTarget(
             figure, f"at most {most:g}", seeds=len(seeds), met=met, note=note, **_origin(used)
         )
-    found = _target(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
+    target = _target(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
     if bounds := sum(note == _BOUND for note in notes):
         note = f"{_BOUND}, with {bounds} of {len(seeds)} seeds"
-        met = "yes" if found.met == "yes" else "undecided"  # what is at most so much may be less
-        return replace(found, low=None, high=None, met=met, note=note)
-    return found
+        met = "yes" if target.met == "yes" else "undecided"  # what is at most so much may be less
+        return replace(target, low=None, high=None, met=met, note=note)
+    return target
 
 
 def _curve(cells: Cells, kind: str, seed: int) -> list[tuple[float, float]]:
@@ -366,24 +371,24 @@ def flops_to(curve: Sequence[tuple[float, float]], fid: float) -> tuple[float | 
     Where its first point is below already, its FLOPs are an upper bound, and the second value says so.
     """
     before: tuple[float, float] | None = None
-    for flops, found in curve:
-        if found <= fid:
-            if before is None or before[1] == found:
+    for flops, reached_fid in curve:
+        if reached_fid <= fid:
+            if before is None or before[1] == reached_fid:
                 return flops, _BOUND
-            share = log(before[1] / fid) / log(before[1] / found)
+            share = log(before[1] / fid) / log(before[1] / reached_fid)
             return exp(log(before[0]) + share * log(flops / before[0])), "interpolated"
-        before = (flops, found)
+        before = (flops, reached_fid)
     return None, "not reached"
 
 
 def _target(
     figure: str, target: str, values: Sequence[float], most: float, cells: Sequence[Cell], note: str
-) -> Target:
+) -> TableTarget:
     if not values:
-        return Target(figure, target)
+        return TableTarget(figure, target)
     mean, low, high = spread(values, as_ratios=True)
     met = _met(low, high, most, len(values))
-    return Target(figure, target, mean, low, high, len(values), met, note, **_origin(cells))
+    return TableTarget(figure, target, mean, low, high, len(values), met, note, **_origin(cells))
 
 
 def _met(low: float | None, high: float | None, most: float, seeds: int) -> Met:
@@ -400,7 +405,7 @@ def _origin(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"commit": last.commit, "hardware": last.hardware, "utc": last.utc}
 
 
-def write_targets(path: Path, rows: Sequence[Target]) -> None:
+def write_targets(path: Path, rows: Sequence[TableTarget]) -> None:
     """Write targets.csv; a figure that was not measured has no value."""
     with path.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)

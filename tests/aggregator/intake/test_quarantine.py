@@ -54,7 +54,9 @@ def poisoned(arrival: Arrival) -> Arrival:
     return arrival
 
 
-def answer(arrival: Arrival, verdict: quarantine.Verdict, reason: str = "looked at it") -> None:
+def answer(
+    arrival: Arrival, verdict: quarantine.QuarantineVerdict, reason: str = "looked at it"
+) -> None:
     record_decision(
         arrival.tiny.federation,
         QuarantineDecision(
@@ -221,7 +223,7 @@ def test_kill_while_setting_aside_is_mended_by_the_next_start(
     ids=["before the rename", "after the rename", "nothing signed", "receipt signed"],
 )
 def test_kill_while_carrying_out_a_decision_is_mended_with_one_receipt(
-    poisoned: Arrival, name: str, after: bool, verdict: quarantine.Verdict
+    poisoned: Arrival, name: str, after: bool, verdict: quarantine.QuarantineVerdict
 ) -> None:
     poisoned.tiny.take_in()
     answer(poisoned, verdict)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aggregator.monitoring.prometheus import Metric, Sample, prometheus_text
+from aggregator.monitoring.prometheus import Metric, MetricSample, prometheus_text
 from aggregator.monitoring.silo_status import SiloStatus
 from aggregator.monitoring.standing import STANDINGS, Arrival, SubmissionStatus
 from aggregator.monitoring.status import Expiry, FederationStatus, ReleaseStatus
@@ -182,5 +182,5 @@ def test_command_prints_the_metrics_alone(published: PublishedRelease) -> None:
 
 @pytest.mark.parametrize("value", [0.1, 1e-9, 12345.678, 2.0**60])
 def test_numbers_lose_no_digit(value: float) -> None:
-    lines = Metric("archipelago_trial", "A trial.", (Sample(value, {}),)).lines()
+    lines = Metric("archipelago_trial", "A trial.", (MetricSample(value, {}),)).lines()
     assert list(parsed("".join(f"{line}\n" for line in lines)).values()) == [value]

@@ -15,8 +15,8 @@ from aggregator.monitoring.silo_status import SiloStatus
 from aggregator.monitoring.standing import (
     STANDINGS,
     Arrival,
-    Report,
-    Standing,
+    SiloReport,
+    SiloStanding,
     SubmissionStatus,
     decide_standing,
 )
@@ -314,7 +314,7 @@ def test_standing_is_what_matters_most_to_the_operator() -> None:
                 decide_standing(
                     submissions,
                     arrival,
-                    Report(state=state, code=sum(codes)),
+                    SiloReport(state=state, code=sum(codes)),
                     answered=silent is not None,
                     silent=bool(silent),
                 )
@@ -362,7 +362,7 @@ NUM_MANY = 256
 
 def many_silos(stage: AggregatorStandIn) -> FederationStatus:
     """A status of 256 silos: some in need of a person, most at work."""
-    standings: list[Standing] = ["working"] * NUM_MANY
+    standings: list[SiloStanding] = ["working"] * NUM_MANY
     standings[7] = "quarantined"
     standings[11] = "refused"
     standings[13:40] = ["blocked"] * 27

@@ -21,7 +21,7 @@ from ddm.protocol.enrolment import Card
 from ddm.protocol.plan import Plan
 from ddm.protocol.policy import PolicyLimits
 from ddm.system.console import run_app
-from ddm.system.findings import Finding, Level
+from ddm.system.findings import Finding, FindingLevel
 from silo.config import Policy
 from silo.plan.policy import broken_rules
 from tests.conftest import PublishedRelease
@@ -84,7 +84,7 @@ def drafted(plan_fields: dict[str, Any] | None = None, **limits: Any) -> Drafted
     return DraftedPlan(plan, cards, max_influence=0.5, cost=cost_of(plan))
 
 
-def levels(draft: DraftedPlan) -> dict[str, Level]:
+def levels(draft: DraftedPlan) -> dict[str, FindingLevel]:
     return {finding.subject: finding.level for finding in find_contradictions(draft)}
 
 

@@ -113,7 +113,9 @@ def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
     """What the operator is shown before signing."""
     public = torch.from_numpy(images(240, 0.2, seed=1))
     draft = make_draft(tiny.federation, recipe(**changes), public, folder)
-    return describe_draft(draft, estimate_cost(draft.plan, draft.sketch, draft.images.seen))
+    return describe_draft(
+        draft, estimate_cost(draft.plan, draft.sketch, draft.images.expert_inputs)
+    )
 
 
 def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(

@@ -16,7 +16,7 @@ from ddm.audit.membership import (
     measure_membership,
     sides_alike,
 )
-from ddm.audit.verdict import Findings, judge
+from ddm.audit.verdict import MeasuredLeaks, judge
 from ddm.evaluation.intervals import Estimate
 from ddm.protocol.limits import Audit
 
@@ -30,7 +30,7 @@ def seen(value: float, half: float = 0.05, tpr: float = 0.01) -> Membership:
     return Membership((attack,), (attack,), 300, 300, torch.zeros(300))
 
 
-GOOD = Findings(
+GOOD = MeasuredLeaks(
     num_holdout=300,
     membership=seen(0.51),
     control=seen(0.95),

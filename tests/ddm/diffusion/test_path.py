@@ -1,5 +1,7 @@
 """Paths and conversions against derivatives, closed forms and the Gaussian mixture."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,14 +10,14 @@ from ddm.diffusion.path import (
     CosinePath,
     LinearPath,
     Path,
+    Prediction,
     as_velocity,
     path_named,
     score,
+    target_of,
     velocity,
-    velocity_from_eps,
-    velocity_from_score,
-    velocity_from_x_0,
     x_0_and_eps,
+    x_0_and_eps_of,
     x_t,
 )
 from ddm.errors import ShapeError
@@ -81,14 +83,13 @@ def test_x_0_and_eps_are_recovered_from_velocity_when_t_is_anywhere(path: Path) 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_velocity_is_recovered_from_every_prediction(path: Path) -> None:
+def test_data_and_noise_are_recovered_from_every_prediction(path: Path) -> None:
     x_0, eps, x = noised(path, INNER)
-    u = velocity(path, x_0, eps, INNER)
-    assert torch.allclose(velocity_from_eps(path, x, eps, INNER), u, atol=1e-10)
-    assert torch.allclose(velocity_from_x_0(path, x, x_0, INNER), u, atol=1e-10)
-    assert torch.allclose(
-        velocity_from_score(path, x, -eps / path.sigma(INNER)[:, None], INNER), u, atol=1e-10
-    )
+    for prediction in get_args(Prediction):
+        predicted = target_of(path, prediction, x_0, eps, INNER)
+        recovered_x_0, recovered_eps = x_0_and_eps_of(path, prediction, x, predicted, INNER)
+        assert torch.allclose(recovered_x_0, x_0, atol=1e-10)
+        assert torch.allclose(recovered_eps, eps, atol=1e-10)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -142,12 +142,16 @@ def test_base_without_texts_answers_a_text_as_it_did_without() -> None:
 
 def test_places_of_a_larger_image_lie_between_those_of_the_base() -> None:
     """The closed form of the interpolation: row r of R is placed at r G / R, of which a sine and cosine are taken."""
-    rows, columns, hidden, grid = 4, 6, 8, (2, 3)
+    rows = 4
+    columns = 6
+    hidden = 8
+    grid = (2, 3)
     positions = sincos_positions(rows, columns, hidden, grid).reshape(rows, columns, hidden)
     frequencies = (1.0, 0.01)  # 10,000^-(i / 2) for the two of a quarter
     for row in range(rows):
         for column in range(columns):
-            row_place, column_place = row * 2 / rows, column * 3 / columns
+            row_place = row * 2 / rows
+            column_place = column * 3 / columns
             expected = [
                 wave(place * frequency)
                 for place in (row_place, column_place)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddm.errors import SetupError, TensorFileError
 from ddm.models import build_expert
 from ddm.models.base_weights import fit_base
-from ddm.models.diffusers_weights import CONFIGS, Layout, weights_of
+from ddm.models.diffusers_weights import CONFIGS, DiffusersClass, weights_of
 from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
@@ -95,7 +95,9 @@ def made(network_class: Any, **sizes: Any) -> nn.Module:
     return network.eval()
 
 
-def ours(layout: Layout, network: Any, architecture: Architecture, condition: Any) -> nn.Module:
+def ours(
+    layout: DiffusersClass, network: Any, architecture: Architecture, condition: Any
+) -> nn.Module:
     config = CONFIGS[layout].model_validate_json(json.dumps(dict(network.config)))
     weights = weights_of(layout, config, network.state_dict(), architecture)
     fitted = fit_base(weights, architecture, SHAPE, condition)

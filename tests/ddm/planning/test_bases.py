@@ -120,7 +120,7 @@ def test_file_is_opened_and_its_positions_span_what_it_knows(tmp_path: Path) -> 
     assert isinstance(stated.origin, FileBase) and stated.num_images is None
     assert (stated.objective.path, stated.objective.prediction) == ("edm", "v")
     assert stated.changes == ("samples of 4 x 4 instead of 2 x 2",)
-    placed = base.place(recipe(expert=EXPERT).expert, SHAPE).architecture
+    placed = base.fit_positions(recipe(expert=EXPERT).expert, SHAPE).architecture
     assert isinstance(placed, Dit) and placed.position_grid == (1, 1)
 
 

@@ -91,7 +91,8 @@ def texts_of(model: type[BaseModel], where: str = "") -> Iterator[tuple[str, Any
 
 
 def _texts_in(kind: Any, where: str, limits: list[Any]) -> Iterator[tuple[str, Any]]:
-    origin, parts = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    parts = get_args(kind)
     if origin is Annotated:
         yield from _texts_in(parts[0], where, [*parts[1:], *limits])
     elif origin in (Union, types.UnionType):

@@ -36,7 +36,7 @@ from ddm.training.metrics import (
 )
 from ddm.training.objective import TrainingObjective
 from ddm.training.private import make_private
-from ddm.training.progress import Interval, Progress
+from ddm.training.progress import Progress, StepInterval
 from ddm.training.state import LOSS_DECAY
 from tests.ddm.training.test_loop import SAVING, SHAPE, SMALL, images, settings, stop_at
 from tests.support.forked import fork_process, wait_for_exit
@@ -86,7 +86,7 @@ def write_lines(path: Path, *lines: StepMetrics) -> None:
 
 
 def progress_at(step: int, num_steps: int, interval_steps: int = 10) -> Progress:
-    interval = Interval(interval_steps, 0.25, 0.01, 2.0, 8 * interval_steps, 0.5)
+    interval = StepInterval(interval_steps, 0.25, 0.01, 2.0, 8 * interval_steps, 0.5)
     return Progress(step, num_steps, 0.5, 20.0, step / 20, interval)
 
 

@@ -10,8 +10,8 @@ from ddm.training.saving import (
     AGREEMENT_STEPS,
     SLOW_STEP_S,
     AgreedAction,
-    Agreement,
     CheckpointSchedule,
+    ProcessAgreement,
 )
 
 
@@ -109,7 +109,7 @@ def decisions_of_two(
         # Of the first process alone a checkpoint is ever due.
         schedule = CheckpointSchedule(10.0 if process.rank == 0 else 86_400.0, clock)
         stops = False
-        agreement = Agreement(process, lambda: stops, schedule, clock)  # type: ignore[arg-type]
+        agreement = ProcessAgreement(process, lambda: stops, schedule, clock)  # type: ignore[arg-type]
         for step in range(num_steps):
             stops = process.rank == 1 and step >= stop_step
             decision = agreement.decide(step)

@@ -45,7 +45,7 @@ def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_config
     assert fitted.images.latents is not None
     with torch.no_grad():
         expected = theirs.encode(fitted.images.fitted).latent_dist.mode() * 0.18215
-    torch.testing.assert_close(fitted.images.seen, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fitted.images.expert_inputs, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_plan_is_not_drafted_when_the_weights_changed_after_they_encoded_the_images(

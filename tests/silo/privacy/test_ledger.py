@@ -20,7 +20,7 @@ from ddm.privacy.accounting import (
 from ddm.protocol.base import Unit, now_utc, sha256_hex
 from ddm.protocol.statistics import Budget
 from ddm.protocol.submission import LedgerHead
-from silo.privacy.ledger import Debit, Entry, Ledger, make_ledger
+from silo.privacy.ledger import Debit, Ledger, LedgerEntry, make_ledger
 from tests.support.bounded import slowness
 from tests.support.errors import has_subject
 from tests.support.fork_server import CONTEXT
@@ -49,7 +49,7 @@ def spend(
     dataset: str = "data 1",
     mechanisms=None,
     unit: Unit = "image",
-) -> Entry:
+) -> LedgerEntry:
     return ledger.spend(PLAN, digest(plan), digest(dataset), unit, mechanisms or {"counts": COUNTS})
 
 

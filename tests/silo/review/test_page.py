@@ -225,7 +225,7 @@ def test_samples_are_drawn_without_a_connection(
     sheets = ExpertSheets(site, read_review_facts(site))
     sheets._draw()
     (sheet,) = sheets.sheets
-    assert sheets.done and not sheet.problem and len(set(sheet.pictures)) == MAX_SAMPLES
+    assert sheets.is_done and not sheet.problem and len(set(sheet.pictures)) == MAX_SAMPLES
     assert all(picture.startswith("data:image/png;base64,") for picture in sheet.pictures)
 
 
@@ -234,7 +234,7 @@ def test_broken_expert_shows_why_there_are_no_samples(site: Site) -> None:
     next(file.local for file in facts.files if "expert" in file.path).unlink()
     sheets = ExpertSheets(site, facts)
     sheets._draw()
-    assert sheets.done and sheets.sheets[0].problem.startswith("not drawn")
+    assert sheets.is_done and sheets.sheets[0].problem.startswith("not drawn")
 
 
 def test_text_is_printed_where_nobody_sits_at_a_terminal(site: Site) -> None:
