@@ -32,8 +32,19 @@ for panel, commands in COMMANDS.items():
 
 
 RESUMABLE = (
+    ResumableCommand("base", "Checkpoints of the training are kept."),
     ResumableCommand("run", "What silos sent is kept, also parts of a submission."),
-    ResumableCommand("publish", "A version that was signed is kept, and is not signed twice."),
+    ResumableCommand(
+        "router", "Checkpoints of a router of the kind samples are kept; other kinds begin again."
+    ),
+    ResumableCommand(
+        "release",
+        "A finished router is kept, and so are checkpoints of a router of the kind samples.",
+        "If the router is finished: `aggregator publish FED --out RELEASE`; else the same command again.",
+    ),
+    ResumableCommand(
+        "publish", "A version that was signed is kept; one that was not is made again."
+    ),
 )
 
 

@@ -49,6 +49,7 @@ for name, group in {"ledger": ledger, "log": log}.items():
 
 
 RESUMABLE = (
+    ResumableCommand("join", "Of examined images, key and card, what was finished is kept."),
     ResumableCommand("scan", "Images that were examined and did not change are remembered."),
     ResumableCommand("run", "The state of the plan is kept, with checkpoints and statistics."),
 )

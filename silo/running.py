@@ -59,7 +59,10 @@ class Narrator:
         text: str = state.state
         if state.state == "plan_accepted":
             text += f" plan {state.plan_id}"
-        if is_long:
+        if is_first and state.state == "training":
+            # The state was saved after the last checkpoint: its step may be further than where the training continues.
+            text += ", from the last checkpoint if there is one"
+        elif is_long:
             text += self._progress(state)
         if state.held or state.state == "superseded":
             text += f": {describe_state(state)}"

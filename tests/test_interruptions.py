@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 
 import aggregator.cli
 import ddm.cli.main
@@ -15,7 +16,7 @@ import silo.cli
 from ddm.system.processes import program
 from tests.conftest import PublishedRelease
 from tests.support.commands import APPS
-from tests.support.federation import PASSPHRASE, images
+from tests.support.federation import PASSPHRASE, images, recipe
 from tests.support.islands import Owner
 
 Words = list[object]
@@ -60,6 +61,17 @@ def workplace(published: PublishedRelease, tmp_path: Path) -> Workplace:
     np.savez(tmp_path / "real.npz", images=images(400, 0.0, seed=5))
     (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
     return Workplace(published, tmp_path, Owner.make(tmp_path / "owner", steps=400))
+
+
+def write_base_recipe(workplace: Workplace) -> None:
+    described = recipe().model_dump(mode="json", exclude_none=True)
+    described["base"] = {
+        "kind": "trained",
+        "folder": str(workplace.path / "base"),
+        "licence": "CC0-1.0",
+        "training": {"num_steps": 100_000, "batch_size": 8, "precision": "fp32"},
+    }
+    (workplace.path / "base.toml").write_bytes(tomli_w.dumps(described).encode())
 
 
 def split_first(workplace: Workplace) -> None:
@@ -116,6 +128,15 @@ WORK = {
         lambda w: ["aggregator", "router", w.federation],
         "Training",
         lambda w: w.federation / "router" / "nothing",
+    ),
+    "aggregator base": InterruptedWork(
+        lambda w: [
+            *("aggregator", "base", w.federation, "--recipe", w.path / "base.toml"),
+            *("--public", w.path / "real.npz", "--device", "cpu"),
+        ],
+        "base",
+        lambda w: w.path / "base" / "base.json",
+        write_base_recipe,
     ),
 }
 

@@ -68,7 +68,8 @@ def release(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Train the router, then publish the release, in one command."""
-    from aggregator.release.publish import check_rehearsal
+    from aggregator.intake.inventory import take_inventory
+    from aggregator.release.publish import check_quorum, check_rehearsal
     from ddm.publishing.keys import load_key
     from ddm.publishing.staging import reserve
 
@@ -80,7 +81,9 @@ def release(
         pass
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "release", secret)
-    train_and_describe(federation, seed)
+    inventory = take_inventory(federation)
+    check_quorum(inventory, quorum or federation.settings().quorum)
+    train_and_describe(federation, inventory, seed)
     publish_version(federation, secret, PublishOptions(out, quorum, rehearsal, renew))
 
 

@@ -1,6 +1,6 @@
 """The command `aggregator router`: train the router on what silos released, and judge it."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -8,23 +8,27 @@ from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
 from ddm.system.console import progress, say
 
+if TYPE_CHECKING:
+    from aggregator.intake.inventory import Inventory
+
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of batches and initial weights.")]
 
 
 def router(fed: FederationArgument, seed: SeedOption = 0) -> None:
     """Train the router on the silos' statistics, and evaluate it on public images."""
-    train_and_describe(Federation(fed).require(), seed)
+    from aggregator.intake.inventory import take_inventory
+
+    federation = Federation(fed).require()
+    # Verified once more: a document or a role that has changed since intake ends the command here.
+    train_and_describe(federation, take_inventory(federation), seed)
     say(f"Next: aggregator publish {fed} --out RELEASE")
 
 
-def train_and_describe(federation: Federation, seed: int) -> None:
+def train_and_describe(federation: Federation, inventory: "Inventory", seed: int) -> None:
     """Train the router of the plan in force, and say how it was judged."""
-    from aggregator.intake.inventory import take_inventory
     from aggregator.router.train import train_router
     from ddm.publishing.router_table import describe_router
 
-    # Verified once more: a document or a role that has changed since intake ends the command here.
-    inventory = take_inventory(federation)
     units = []
     for silo_id, stated_units in inventory.num_units.items():
         counted_units = inventory.counted_units[silo_id]

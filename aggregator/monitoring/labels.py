@@ -313,7 +313,7 @@ def _federation_lines(status: FederationStatus) -> Iterator[str]:
         for program in status.processes.programs:
             pid = program.pid if program.alive else "ENDED"
             programs.append(f"{program.name} {pid}")
-        yield f"processes  {', '.join(programs)}; {status.processes.num_restarts} restarts"
+        yield f"processes  {', '.join(programs) or 'starting'}; {status.processes.num_restarts} restarts"
     yield f"disk       {human_bytes(status.disk_free_bytes)} free"
     if status.expiries:
         earliest = status.expiries[0]

@@ -138,8 +138,8 @@ def check_quorum(inventory: Inventory, quorum: int) -> None:
         expected=f"at least {quorum} silos",
         got=got,
         remedy=(
-            "Wait for more silos to answer with `aggregator run FED`, or publish with fewer "
-            "knowingly: `aggregator publish FED --out DIR --quorum N`."
+            "Wait for more silos to answer with `aggregator run FED`, or publish with fewer knowingly: "
+            "--quorum N."
         ),
     )
 

@@ -1,5 +1,7 @@
 """Trains the router: fits counts as the baseline and the plan's family, calibrates both and keeps the better one."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +20,10 @@ from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.tensors import save_tensors
-from ddm.protocol.base import File
+from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.calibration import Interval
 from ddm.protocol.router_report import BandComparison, RouterReport
-from ddm.protocol.routers import RouterKind
+from ddm.protocol.routers import RouterKind, SamplesSettings
 from ddm.publishing.contents import ROUTER_NAME
 from ddm.routers.base import LossCallback
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
@@ -32,12 +34,16 @@ from ddm.routers.family import FittedRouter, RouterInputs, StorableRouter
 from ddm.routers.influence import capped_shares
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches
+from ddm.routers.samples import samples_router_specs
 from ddm.system.devices import device_named
+from ddm.training.checkpoints import KEPT, Checkpoints
 
 # Shape legend: K silos, E experts, G public groups.
 
-# The largest that a recipe describes, and its report.
-_ROUTER_BYTES = 64 * 1024**2
+# A counts or learned router, and its report.
+_SMALL_ROUTER_BYTES = 64 * 1024**2
+# A checkpoint holds the last and the best weights, and two moments of the optimizer.
+_CHECKPOINT_PER_WEIGHT = 4
 REPORT_NAME = "report.json"
 
 
@@ -92,7 +98,7 @@ def train_router(
     """
     home = federation.plan_folder(inventory.plan.plan_id)
     check_writable([home])
-    require_free_space({home: _ROUTER_BYTES}, "the router and its report")
+    require_free_space({home: _needed_bytes(inventory)}, "the router and its report")
     # Both come first: training may take hours, and what they find has to be decided by a person.
     refuse_outliers(federation, inventory)
     refuse_overweight(federation, inventory.counted_units, inventory.digests)
@@ -109,7 +115,24 @@ def train_router(
     report = _report(training, decision, minus_prior, File.of(ROUTER_NAME, target))
     # The report is written last. It names the router's digest, so that a router without its report is not published.
     write_atomic(target.with_name(REPORT_NAME), report.encode())
+    shutil.rmtree(_checkpoints_folder(federation, report.plan_id), ignore_errors=True)
     return report
+
+
+def _needed_bytes(inventory: Inventory) -> int:
+    """Return the bytes that the training of the plan's router writes at most."""
+    plan = inventory.plan
+    if not isinstance(plan.router, SamplesSettings):
+        return _SMALL_ROUTER_BYTES
+    num_experts = sum(len(silo.submission.experts) for silo in inventory.silos.values())
+    specs = samples_router_specs(num_experts, plan.expert_shape, plan.router, plan.condition)
+    weight_bytes = sum(spec.bytes for spec in specs.values())
+    # One more checkpoint is written before the oldest is removed.
+    return weight_bytes + (KEPT + 1) * _CHECKPOINT_PER_WEIGHT * weight_bytes
+
+
+def _checkpoints_folder(federation: Federation, plan_id: str) -> Path:
+    return router_path(federation, plan_id).with_name("checkpoints")
 
 
 @dataclass(frozen=True)
@@ -241,6 +264,7 @@ class _RouterTraining:
             seed=self.seed,
             on_progress=self.on_progress,
             device=device,
+            checkpoints=self._checkpoints(),
         )
 
     def expert_priors(self, weight_K: Sequence[float]) -> tuple[float, ...]:
@@ -253,6 +277,13 @@ class _RouterTraining:
             for k, share in zip(layout.silo_E, share_E, strict=True)
         ]
         return tuple(prior / sum(priors) for prior in priors)
+
+    def _checkpoints(self) -> Checkpoints:
+        """Return the checkpoints of a training with this seed on exactly these submissions."""
+        plan = self.inventory.plan
+        trained_on = [plan.digest, dict(self.inventory.digests), self.seed]
+        run = sha256_hex(json.dumps(trained_on, sort_keys=True).encode())
+        return Checkpoints(_checkpoints_folder(self.federation, plan.plan_id) / run, run)
 
     def _public_sketches(self) -> PublicSketches:
         images, group_N = self._public_images("fitted")

@@ -24,6 +24,7 @@ from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.residual import PublicSketches
 from ddm.routers.sketch import Sketch
+from ddm.training.checkpoints import Checkpoints
 
 
 class StorableRouter(Router, Protocol):
@@ -51,6 +52,7 @@ class RouterInputs:
         seed: the seed of initial weights, batches and noise.
         on_progress: called with step, number of steps and held-out loss.
         device: where networks are trained.
+        checkpoints: of a training that may take hours; None where it begins again after an interruption.
     """
 
     plan: Plan
@@ -65,6 +67,7 @@ class RouterInputs:
     seed: int
     on_progress: LossCallback | None
     device: torch.device | str
+    checkpoints: Checkpoints | None = None
 
     @property
     def path(self) -> Path:

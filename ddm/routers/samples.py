@@ -6,7 +6,6 @@ they were trained without DP-SGD.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,12 @@ from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import LossCallback
 from ddm.routers.family import FittedRouter, RouterFamily, RouterInputs, StoredRouter
 from ddm.routers.labelled import Labelled
+from ddm.routers.training_state import RouterTrainingState
+from ddm.system.cores import computing_in
 from ddm.system.devices import Precision, computes_in_bf16
+from ddm.training.checkpoints import Checkpoints
+from ddm.training.config import CHECKPOINT_S
+from ddm.training.saving import CheckpointSchedule
 from ddm.training.schedule import learning_rate
 
 # Shape legend: E experts, N images, B batch, ... all data dimensions.
@@ -264,6 +268,7 @@ def fit_samples(
     condition: Condition = NoCondition(),
     knows_shares: bool = False,
     device: torch.device | str = "cpu",
+    checkpoints: Checkpoints | None = None,
 ) -> SamplesRouter:
     """Train the router by cross-entropy on noised images, those of every expert equally often, t uniform.
 
@@ -280,6 +285,7 @@ def fit_samples(
         condition: the kind of condition of the experts.
         knows_shares: see `SamplesRouter`.
         device: where to train; the router is on the CPU afterwards.
+        checkpoints: of this training, from which it goes on; None for none.
 
     Raises:
         ShapeError: too few images; see `Labelled.divided`.
@@ -293,7 +299,8 @@ def fit_samples(
         net = _build(images.num_experts, shape, settings, condition)
     generator = torch.Generator().manual_seed(seed)
     train, check = images.divided(generator)
-    _train(net.to(device), train, check, settings, path, generator, on_progress)
+    state = RouterTrainingState(net.to(device), settings, generator)
+    _train(state, train, check, settings, path, on_progress, checkpoints)
     return SamplesRouter(net.cpu(), path, knows_shares=knows_shares)
 
 
@@ -363,17 +370,16 @@ class _Noised:
 
 
 def _train(
-    net: TokenRouter,
+    state: RouterTrainingState,
     train: Labelled,
     check: Labelled,
     settings: SamplesSettings,
     path: Path,
-    generator: torch.Generator,
     on_progress: LossCallback | None,
+    checkpoints: Checkpoints | None,
 ) -> None:
-    optimizer = torch.optim.AdamW(
-        net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
+    net = state.net
+    generator = state.generator
     order = torch.randperm(len(check), generator=generator)
     checked_rows = order[:_MAX_CHECKED]
     rows = checked_rows.repeat(_CHECK_DRAWS)
@@ -383,35 +389,41 @@ def _train(
         for part in torch.split(rows, _CHECKED_TOGETHER)
     ]
     weight_N = check.weight_N[rows]
-    best_loss = _check_loss(net, fixed, weight_N, path)
-    best_weights = deepcopy(net.state_dict())
+    # After the draws above, which are made anew: the checkpoint has the generator as it was between two steps.
+    if checkpoints is not None:
+        state.restore(checkpoints)
+    schedule = CheckpointSchedule(CHECKPOINT_S)
     num_steps = settings.num_steps
     every = max(1, num_steps // _CHECKS)
-    for step in range(1, num_steps + 1):
-        batch_rows = train.draw(settings.batch_size, generator)
-        batch = _Noised.of(train, batch_rows, path, settings.drop, generator)
-        loss_B = batch.losses(net, path, settings.precision)
-        mean = loss_B.mean()
-        if not bool(torch.isfinite(mean)):
-            raise NumericalError(
-                "router training",
-                expected="a finite loss",
-                got=f"{float(mean)} at step {step}",
-                remedy="Use a smaller router.learning_rate.",
-            )
-        optimizer.param_groups[0]["lr"] = learning_rate(settings, step - 1)
-        optimizer.zero_grad()
-        torch.autograd.backward(mean)
-        optimizer.step()
-        if step % every and step != num_steps:
-            continue
-        loss = _check_loss(net, fixed, weight_N, path)
-        if loss < best_loss:
-            best_loss = loss
-            best_weights = deepcopy(net.state_dict())
-        if on_progress:
-            on_progress(step, num_steps, loss)
-    net.load_state_dict(best_weights)
+    with computing_in(state.threads):
+        if state.step == 0:
+            state.keep_if_best(_check_loss(net, fixed, weight_N, path))
+        while state.step < num_steps:
+            batch_rows = train.draw(settings.batch_size, generator)
+            batch = _Noised.of(train, batch_rows, path, settings.drop, generator)
+            loss_B = batch.losses(net, path, settings.precision)
+            mean = loss_B.mean()
+            if not bool(torch.isfinite(mean)):
+                raise NumericalError(
+                    "router training",
+                    expected="a finite loss",
+                    got=f"{float(mean)} at step {state.step + 1}",
+                    remedy="Use a smaller router.learning_rate.",
+                )
+            state.optimizer.param_groups[0]["lr"] = learning_rate(settings, state.step)
+            state.optimizer.zero_grad()
+            torch.autograd.backward(mean)
+            state.optimizer.step()
+            state.step += 1
+            if state.step % every == 0 or state.step == num_steps:
+                loss = _check_loss(net, fixed, weight_N, path)
+                state.keep_if_best(loss)
+                if on_progress:
+                    on_progress(state.step, num_steps, loss)
+            if checkpoints is not None and schedule.is_due():
+                with schedule.saving():
+                    state.save(checkpoints)
+    net.load_state_dict(state.best_weights)
 
 
 @torch.no_grad()
@@ -478,6 +490,7 @@ class SamplesFamily(RouterFamily):
             condition=inputs.plan.condition,
             knows_shares=self._knows_shares(inputs.plan),
             device=inputs.device,
+            checkpoints=inputs.checkpoints,
         )
         return FittedRouter(router)
 

@@ -96,10 +96,12 @@ class ResumableCommand:
     Attributes:
         name: as it is typed after the program.
         kept: a sentence about what it keeps.
+        next_step: a sentence about how it goes on.
     """
 
     name: str
     kept: str
+    next_step: str = "The same command goes on from there."
 
 
 def new_program(help_text: str) -> typer.Typer:
@@ -148,7 +150,7 @@ def run_app(
     typed_command = _typed_command(args)
     for command in resumable:
         if command.name == typed_command:
-            interruption = f"Interrupted. {command.kept} The same command goes on from there."
+            interruption = f"Interrupted. {command.kept} {command.next_step}"
     with interrupted_by_sigterm() as came:
         code = _run(app, args, came, interruption)
     sys.exit(code)

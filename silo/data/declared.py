@@ -132,7 +132,8 @@ def _number_problems(num: int, policy: Policy) -> list[DataError]:
     if num >= policy.min_images:
         return []
     expected = f"at least {policy.min_images} (data.min_images, else training.min_images)"
-    return [DataError("images", expected=expected, got=f"{num}")]
+    remedy = "Add images, or lower this number in policy.toml: an expert memorises a small number of images."
+    return [DataError("images", expected=expected, got=f"{num}", remedy=remedy)]
 
 
 def _label_problems(arrays: ImageArrays, classes: Classes | None) -> list[DataError]:

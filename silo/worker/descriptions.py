@@ -72,7 +72,7 @@ _WORDS: Mapping[SiloState, _Words] = {
     ),
     "plan_accepted": _Words(
         "the plan was accepted; the images are being read",
-        "the plan was accepted; the images are not read yet",
+        "the plan was accepted; the checks before the training are not finished",
     ),
     "plan_refused": _Words(
         "the plan was refused here; nothing was trained or drawn",
@@ -125,7 +125,10 @@ _WORDS: Mapping[SiloState, _Words] = {
     ),
 }
 HELD = "the submission arrived; screening found it implausible"
-UNCONFIRMED = "this site gave the plan up; the aggregator has not confirmed it yet"
+UNCONFIRMED = (
+    "this site gave the plan up; the aggregator has not confirmed it yet, which it cannot once it has signed "
+    "another plan: its operator then withdraws a submission that was accepted (`aggregator withdraw`)"
+)
 CONFIRMED = "this site takes no further part in the plan, and the aggregator leaves it out"
 _NO_WORKER = "no worker is running"
 

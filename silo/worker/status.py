@@ -260,7 +260,8 @@ def read_status(site: Site) -> SiteStatus:
         state=state,
         circumstances=circumstances,
         pause=pause,
-        note=_present_note(site, state) if running else None,
+        # A worker that waits for a person left its last note behind.
+        note=_present_note(site, state) if running and not circumstances.blocked else None,
         audit=_audit(site, state),
         curves=_curves(site, state),
     )

@@ -121,7 +121,8 @@ def describe_consequences(state: State) -> str:
     if state.state == "accepted":
         return (
             "The accepted submission stays in the versions that are published already; "
-            "the aggregator leaves it out of later ones."
+            "the aggregator leaves it out of later ones. If `aggregator run` has ended, or a later plan has carried "
+            "the expert over, no notice arrives there: ask its operator for `aggregator withdraw`."
         )
     if state.state == "in_outbox":
         return (

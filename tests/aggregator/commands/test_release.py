@@ -50,6 +50,7 @@ def test_release_refuses_before_it_trains_what_publishing_would_refuse(
         "a rehearsal that nobody asked for": (tmp_path / "a", (), secret, 31),
         "a folder that is there": (tmp_path / "taken", ("--rehearsal",), secret, 6),
         "a wrong passphrase": (tmp_path / "b", ("--rehearsal",), tmp_path / "wrong", 5),
+        "too few silos": (tmp_path / "b", ("--rehearsal", "--quorum", 9), secret, 31),
     }
     for out, words, passphrase_file, code in refusals.values():
         result = release(published, out, *words, "--passphrase-file", passphrase_file)

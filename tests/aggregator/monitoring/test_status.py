@@ -233,6 +233,17 @@ def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(
         )
 
 
+def test_aggregator_that_has_only_just_begun_is_shown_as_starting(
+    stage: AggregatorStandIn,
+) -> None:
+    flower = stage.federation.path / "flower"
+    flower.mkdir(exist_ok=True)
+    with locked(flower, "runtime"):
+        assert "processes  starting; 0 restarts" in status_text(
+            read_status(stage.federation, now_utc())
+        )
+
+
 def test_ended_program_of_a_running_aggregator_is_named(stage: AggregatorStandIn) -> None:
     dead = ended_process()
     stage.programs(

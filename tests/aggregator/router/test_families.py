@@ -346,6 +346,40 @@ def test_samples_router_reads_the_class_that_experts_were_told_to_draw(
     assert router.given(one).log_likelihood(world.silos[0], at).shape == (300, 2)
 
 
+def test_interrupted_training_of_a_samples_router_goes_on_with_the_same_seed_alone(
+    files: PlanFiles, world: RouterProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A checkpoint is due after every step.
+    monkeypatch.setattr("ddm.routers.samples.CHECKPOINT_S", 0.0)
+    statistics = _statistics(tmp_path, "samples by group", "silo", files, world)
+    interruption = 40
+    seen: list[int] = []
+
+    def interrupt(step: int, total: int, loss: float) -> None:
+        seen.append(step)
+        if step == interruption and seen.count(step) == 1:
+            raise KeyboardInterrupt
+
+    def train(seed: int) -> RouterReport:
+        seen.clear()
+        return train_router(Folder(tmp_path), statistics, seed=seed, on_progress=interrupt)  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        train(seed=0)
+    interruption = 0
+    train(seed=1)
+    assert seen[0] == 8
+    # The finished training removed all checkpoints, so that this one begins again.
+    interruption = 40
+    with pytest.raises(KeyboardInterrupt):
+        train(seed=0)
+    assert seen[0] == 8
+    interruption = 0
+    train(seed=0)
+    assert seen[0] == 40
+    assert not (tmp_path / "router" / "checkpoints").exists()
+
+
 def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
     files: PlanFiles, world: RouterProblem, tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from ddm.diffusion.path import LinearPath, Velocity
 from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.routers import SamplesSettings
+from ddm.routers import samples
 from ddm.routers.base import Router, posterior
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.labelled import Labelled
@@ -20,6 +22,7 @@ from ddm.routers.samples import (
     samples_router_specs,
     training_flops,
 )
+from ddm.training.checkpoints import Checkpoints
 from tests.support.errors import has_subject
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
@@ -174,3 +177,28 @@ def test_training_flops_are_those_that_twice_the_steps_take_more(drawn: Tensor) 
     settings = SETTINGS.model_copy(update={"num_steps": 10, "batch_size": 16})
     # Ahead of time, on tensors without memory, attention is counted a little differently.
     assert training_flops(4, SHAPE, settings) == pytest.approx(counted[1] - counted[0], rel=0.02)
+
+
+def test_training_goes_on_from_its_checkpoint_to_the_same_weights(
+    drawn: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = SETTINGS.model_copy(update={"num_steps": 20})
+    images = Labelled.drawn(drawn)
+    uninterrupted = fit_samples(images, few, PATH, 3)
+    checkpoints = Checkpoints(tmp_path / "run", "0" * 64)
+    # One is due before every step.
+    monkeypatch.setattr(samples, "CHECKPOINT_S", 0.0)
+
+    def interrupt(step: int, total: int, loss: float) -> None:
+        if step == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit_samples(images, few, PATH, 3, interrupt, checkpoints=checkpoints)
+    steps = []
+    resumed = fit_samples(
+        images, few, PATH, 3, lambda step, *_: steps.append(step), checkpoints=checkpoints
+    )
+    assert steps == [10, 12, 14, 16, 18, 20]
+    for name, tensor in uninterrupted.tensors().items():
+        assert torch.equal(tensor, resumed.tensors()[name]), name

@@ -42,6 +42,16 @@ def test_limits_given_to_a_scan_of_a_site_hold_for_all_of_it(
     assert "0 files were decoded now" in run_command(*words).out
 
 
+def test_scan_of_too_few_images_names_both_remedies(
+    planned_once: PlannedFederation, tmp_path: Path
+) -> None:
+    site = of_pictures(planned_once, tmp_path)
+    write_policy(site, POLICY | {"data": {"kind": "pictures", "min_images": 3}})
+    result = run_command("silo", "scan", site.path)
+    assert result.code == 7
+    assert "to do:    Add images, or lower this number in policy.toml" in result.err
+
+
 def test_advice_about_limits_is_a_line_of_silo_toml_where_the_images_are_those_of_a_site(
     tmp_path: Path,
 ) -> None:

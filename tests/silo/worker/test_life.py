@@ -25,12 +25,12 @@ from silo.config import Site
 from silo.plan.acceptance import plan_folder
 from silo.plan.succession import find_successor
 from silo.worker.approval import approve
-from silo.worker.descriptions import HELD, describe_state
+from silo.worker.descriptions import HELD, Circumstances, describe_site, describe_state
 from silo.worker.life import AT_WORK, IDLE, STATES, TRANSITIONS, next_state
 from silo.worker.retraining import assess_retraining, retrain
-from silo.worker.state import load_state, state_path
+from silo.worker.state import State, load_state, state_path
 from silo.worker.status import read_status
-from silo.worker.withdrawal import withdraw_from_plan
+from silo.worker.withdrawal import describe_consequences, withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.errors import has_subject
@@ -420,3 +420,11 @@ def test_damaged_copy_of_an_earlier_plan_is_said_once_and_keeps_nobody_from_the_
     tiny.deliver_plan(SILO, second)
     restarted.step()
     assert (restarted.state.state, restarted.state.plan_id) == ("plan_accepted", second)
+
+
+def test_withdrawal_of_an_accepted_submission_names_the_command_of_the_aggregator() -> None:
+    # A silo that was carried over is sent nothing, so that its notice for the earlier plan never arrives.
+    accepted = State(state="accepted", plan_id="tiny-00000000")
+    assert "`aggregator withdraw`" in describe_consequences(accepted)
+    situation = describe_site(accepted.after("withdraw"), Circumstances(running=True))
+    assert "`aggregator withdraw`" in situation.now

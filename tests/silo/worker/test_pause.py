@@ -1,6 +1,7 @@
 """Pause and resume: what stops, what stays, what survives kill -9, and what of loss and speed leaves: nothing."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from ddm.training.state import TrainingState
 from silo.cli import app
 from silo.config import Site
 from silo.plan.acceptance import load_accepted
+from silo.running import Narrator
 from silo.worker.pause import is_halted, pause, present_pause, resume
 from silo.worker.progress import ProgressMeter, read_note
 from silo.worker.state import State, load_state, save_state, state_path
@@ -269,6 +271,19 @@ def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
     assert read_status(site).note is None  # what is noted is of a stage that is over
 
 
+def test_status_of_a_worker_that_waits_for_a_person_shows_no_progress(
+    planned: PlannedFederation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, plan_id = planned
+    site = tiny.sites[SILO]
+    save_state(state_path(site.private), tiny.work(SILO, until="plan_accepted"))
+    ProgressMeter(site.private).count("reading images", plan_id, 8, 9)
+    monkeypatch.setattr("silo.worker.status.is_locked", lambda folder, holder: holder == "worker")
+    assert "reading images" in read_status(site).text()
+    monkeypatch.setattr("silo.worker.status.reported_code", lambda site: 33)
+    assert "reading images" not in read_status(site).text()
+
+
 def test_time_left_of_a_count_follows_its_own_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,3 +326,18 @@ def test_pause_stops_every_stage_and_resume_twice_does_no_harm(
     assert run_command("silo", "resume", site.path).out == "This site is not paused.\n"
     words = run_command("silo", "log", "show", site.path).out
     assert words.count("paused the worker") == words.count("resumed the worker") == 1
+
+
+def test_restarted_worker_states_no_step_that_its_checkpoint_may_not_have_reached(
+    planned: PlannedFederation, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny, plan_id = planned
+    state = tiny.work(SILO, until="training").model_copy(update={"step": 110, "num_steps": 600})
+    narrate = Narrator(tiny.sites[SILO], every_s=0.0)
+    with caplog.at_level(logging.INFO):
+        narrate(state)
+        narrate(state.model_copy(update={"step": 80}))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"[{SILO}] training, from the last checkpoint if there is one",
+        f"[{SILO}] training 80/600 steps",
+    ]
