@@ -29,7 +29,8 @@ ROOMS = {
         "routers sampling system",
         "islands": "diffusion encoders errors images io loading models partition planning protocol publishing "
         "routers system training trust",
-        "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",
+        "publishing": "ensemble errors evaluation fetching io loading models pages protocol routers system statistics "
+        "trust",
         "planning": "audit encoders errors footprint io loading models partition protocol routers statistics "
         "system training",
         "audit": "diffusion evaluation images protocol",

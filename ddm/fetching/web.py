@@ -99,7 +99,7 @@ def open_url(request: WebRequest, limits: FetchLimits) -> Iterator[SentFile]:
         is_first_host = is_same_origin(url, request.url)
         if is_first_host:
             headers.update(request.headers)
-        with _Exchange(url, headers, limits) as exchange:
+        with Exchange(url, headers, limits) as exchange:
             response = exchange.response
             if is_first_host:
                 request.see_headers({name.lower(): value for name, value in response.getheaders()})
@@ -138,7 +138,7 @@ def _next_url(url: str, response: HTTPResponse, request: WebRequest) -> str:
     return next_url
 
 
-def _sent_file(exchange: "_Exchange", start: int) -> SentFile:
+def _sent_file(exchange: "Exchange", start: int) -> SentFile:
     """Return the file in an answer that is not a redirect."""
     response = exchange.response
     status = response.status
@@ -229,17 +229,21 @@ def _proxy_headers(proxy: SplitResult) -> dict[str, str]:
     return {"Proxy-Authorization": f"Basic {b64encode(credentials.encode()).decode()}"}
 
 
-class _Exchange:
+class Exchange:
     """One request and its answer, under a watch.
 
     Args:
         url: what is asked for.
         headers: the header fields.
         limits: how long the host may take.
+        body: sent by POST; None for GET.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], limits: FetchLimits) -> None:
+    def __init__(
+        self, url: str, headers: Mapping[str, str], limits: FetchLimits, body: bytes | None = None
+    ) -> None:
         self.url = url
+        self._body = body
         self._headers = headers
         self._limits = limits
         self._connection = _Connection(urlsplit(url), limits.window_s)
@@ -249,14 +253,15 @@ class _Exchange:
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._watch_rate, daemon=True)
 
-    def __enter__(self) -> "_Exchange":
+    def __enter__(self) -> "Exchange":
         self._watch.start()
         try:
             parts = urlsplit(self.url)
             target = parts.path or "/"
             if parts.query:
                 target = f"{target}?{parts.query}"
-            self._connection.request("GET", target, headers=self._headers)
+            method = "GET" if self._body is None else "POST"
+            self._connection.request(method, target, self._body, self._headers)
             self._response = self._connection.getresponse()
         except BaseException as error:
             self._end()

@@ -5,13 +5,13 @@ one for a second history, for ever.
 """
 
 import http.client
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ddm.errors import ArchipelagoError, SetupError, SplitViewError, TransportError
+from ddm.fetching.hosts import FetchLimits, InterruptedTransfer
+from ddm.fetching.web import Exchange
 from ddm.publishing.folder import PublisherFolder
 from ddm.publishing.log import TransparencyLog
 from ddm.publishing.public_log import keep_cosignatures
@@ -150,41 +150,29 @@ def _request_cosignature(
 
 
 def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> HttpAnswer:
-    request = urllib.request.Request(
-        f"{witness.url.rstrip('/')}/add-checkpoint",
-        body,
-        {"Content-Type": "text/plain"},
-        method="POST",
-    )
+    url = f"{witness.url.rstrip('/')}/add-checkpoint"
+    headers = {"Content-Type": "text/plain", "Connection": "close"}
+    # An answer is shorter than what must come in one window. So the witness has that time for all of it, and one that
+    # sends single bytes keeps no other witness, and no command, waiting.
+    limits = FetchLimits(window_s=timeout_s)
+    answer_body = b""
     try:
-        try:
-            response = urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s)
-        except urllib.error.HTTPError as refusal:
-            # urllib raises for a status that the protocol uses: the answer to 409 is the size to begin from.
-            response = refusal
-        with response:
-            return HttpAnswer(
-                status=response.status,
-                media_type=response.headers.get_content_type(),
+        # Redirects are not followed: the operator named this address, and any other one could be anybody's.
+        with Exchange(url, headers, limits, body) as exchange:
+            for chunk in exchange.chunks():
+                answer_body += chunk
                 # One byte more than allowed shows that an answer is too long.
-                body=response.read(MAX_ANSWER_BYTES + 1),
-            )
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", None) or error or type(error).__name__
+                if len(answer_body) > MAX_ANSWER_BYTES:
+                    break
+            response = exchange.response
+            return HttpAnswer(response.status, response.headers.get_content_type(), answer_body)
+    except (InterruptedTransfer, TransportError) as error:
         raise TransportError(
             subject,
-            expected=f"an answer from {urlsplit(witness.url).netloc}",
-            got=str(reason)[:200],
+            expected=f"an answer from {urlsplit(url).netloc}",
+            got=error.got if isinstance(error, TransportError) else str(error),
             remedy="The release is published all the same. Ask again: `aggregator log FED`.",
         ) from error
-
-
-# A witness that is redirected could be anybody; the operator named this address.
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A checkpoint goes where the operator said."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
 
 
 def _refusal(status: int, subject: str, signed: SignedCheckpoint) -> ArchipelagoError:
