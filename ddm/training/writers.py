@@ -115,7 +115,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes a run of Weights & Biases, which goes to its server unless WANDB_MODE is `offline`.
+    """Writes a run of Weights & Biases, which goes to its server unless WANDB_MODE is `offline`: the curve alone.
 
     Args:
         project: the project of the runs.
@@ -136,6 +136,18 @@ class WandbWriter:
                 remedy="Install it: pip install wandb.",
             ) from error
         self._init = wandb.init
+        # By itself the library also sends the machine's name and devices, the command line with its paths, the address
+        # of a git repository, the packages that are installed, and all that the command prints.
+        self._settings = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            host="",
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
         self._project = project
         self._name = name
         self._run: Any = None
@@ -144,7 +156,7 @@ class WandbWriter:
         """See `MetricsWriter.write`."""
         if self._run is None:
             # Only now: a training that does not begin leaves no empty run.
-            self._run = self._init(project=self._project, name=self._name)
+            self._run = self._init(project=self._project, name=self._name, settings=self._settings)
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """A silo's learning curve: no number of it is in anything that leaves, and nobody but the worker's user reads it."""
 
 import logging
+import platform
 import stat
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from silo.plan.workspace import Workspace
 from silo.worker.curves import read_curves
 from silo.worker.state import save_state, state_path
 from silo.worker.status import read_status
+from tests.ddm.training.test_writers import ROOT, WANDB_PROGRAM, wandb_run
 from tests.support.federation import PlannedFederation
 
 SILO = "north"
@@ -93,3 +96,26 @@ def test_status_shows_the_curve_until_the_submission_is_on_its_way(
     assert status.as_json()["curves"] == [
         {"expert_id": curve.expert_id, "loss": [(last.step, last.loss)]}
     ]
+
+
+@pytest.mark.slow  # It installs wandb, which is no dependency.
+def test_run_of_wandb_holds_the_curve_and_nothing_of_the_machine_or_of_the_command(
+    tmp_path: Path,
+) -> None:
+    """By itself the library sends the machine's name, the command line, what it prints, and a git repository."""
+    printed = "error: /private/printed.npz"
+    program = WANDB_PROGRAM.replace("writer.close()", f"print({printed!r})\nwriter.close()")
+    folder = wandb_run(tmp_path, program, "--data", "/private/named.npz")
+    sent = b"".join(
+        path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        # The library's own logs stay on the machine.
+        if path.is_file() and path.parent.name != "logs"
+    )
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False)
+    commit = head.stdout.strip() or b"no commit"
+    node = platform.node().encode()
+    # A name of two letters occurs by chance; the length stands before it in a record.
+    host = bytes([len(node)]) + node
+    for text in (b"/private/", str(tmp_path).encode(), host, b"torch", b"memory", commit):
+        assert text not in sent, text

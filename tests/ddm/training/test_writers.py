@@ -65,18 +65,24 @@ def test_training_that_does_not_begin_leaves_no_run(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.slow  # It installs wandb, which is no dependency.
-def test_wandb_keeps_an_offline_run(tmp_path: Path) -> None:
-    packages = tmp_path / "packages"
+def wandb_run(folder: Path, program: str, *words: str) -> Path:
+    """Let a program write an offline run of Weights & Biases; return the folder of what would go to the server."""
+    packages = folder / "packages"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", f"{packages}"]
     subprocess.run([*install, "--constraint", f"{ROOT}/constraints.txt", "wandb"], check=True)
-    settings = {"PYTHONPATH": f"{packages}", "WANDB_MODE": "offline", "WANDB_DIR": f"{tmp_path}"}
+    settings = {"PYTHONPATH": f"{packages}", "WANDB_MODE": "offline", "WANDB_DIR": f"{folder}"}
     subprocess.run(
-        [sys.executable, "-c", WANDB_PROGRAM], check=True, cwd=ROOT, env=os.environ | settings
+        [sys.executable, "-c", program, *words], check=True, cwd=ROOT, env=os.environ | settings
     )
-    (run,) = tmp_path.rglob("run-*.wandb")
+    (records,) = folder.rglob("run-*.wandb")
     # The log of records holds each value as JSON text.
-    assert b"0.37890625" in run.read_bytes()
+    assert b"0.37890625" in records.read_bytes()
+    return records.parent
+
+
+@pytest.mark.slow  # It installs wandb, which is no dependency.
+def test_wandb_keeps_an_offline_run(tmp_path: Path) -> None:
+    assert wandb_run(tmp_path, WANDB_PROGRAM).is_dir()
 
 
 def test_writer_whose_library_is_missing_says_how_to_install_it(
