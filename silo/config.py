@@ -12,6 +12,7 @@ from ddm.images.patients import PatientRule
 from ddm.images.table import ColumnName
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
+from ddm.io.own_folder import require_own_path
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.address import HostAndPort
 from ddm.protocol.base import Delta, Digest, Epsilon, Model, ShortText, SiloId, sha256_file
@@ -418,13 +419,30 @@ class Site:
             )
         return self
 
+    def require_own(self) -> None:
+        """Refuse a site whose files another user could exchange.
+
+        silo.toml names the command that starts a training and the file of the passphrase, and policy.toml says what may
+        leave. Whoever can rename a folder above the site can put another site in its place, with links to the keys of
+        this one.
+
+        Raises:
+            UnsafePathError: another user could put something into the site's folder, or another one in its place.
+        """
+        require_own_path(self.path)
+
     def make_folders(self) -> None:
-        """Create the site's folders: `private` and `courier` for their owner alone, the others for a group to read."""
+        """Create the site's folders: `private` and `courier` for their owner alone, the others for a group to read.
+
+        Raises:
+            UnsafePathError: see `require_own`.
+        """
         # An operator may have made the folder, with a group of its own choice for the courier: that group stays.
         if self.path.exists():
             close_to_others(self.path)
         else:
             group_folder(self.path)
+        self.require_own()
         for folder in (self.inbox, self.outbox):
             group_folder(folder)
         for folder in (self.private, self.courier, self.private / "trust"):

@@ -2,6 +2,7 @@
 
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
+from ddm.io.own_folder import require_own_path
 from ddm.system.console import say
 
 
@@ -10,6 +11,8 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
+    # Programs are started by files in it.
+    require_own_path(federation.path)
     # Raises where no plan is in force, before a passphrase is asked for.
     federation.current_plan()
     secret = federation_passphrase(federation, passphrase_file)

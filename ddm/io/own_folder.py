@@ -68,6 +68,18 @@ def require_own_folder(folder: Path) -> None:
         _refuse(folder, _open_mode(info))
 
 
+def require_own_path(folder: Path) -> None:
+    """Refuse a folder into which another user could put something, or in whose place another folder.
+
+    Raises:
+        UnsafePathError: names who could.
+        OSError: it is not there.
+    """
+    danger = find_danger(folder.absolute(), os.geteuid())
+    if danger is not None:
+        _refuse(folder, danger)
+
+
 def find_danger(folder: Path, user: int) -> str | None:
     """Return who else could write at a path of this user, or above it; None if nobody could.
 

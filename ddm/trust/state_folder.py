@@ -12,6 +12,7 @@ from pathlib import Path
 from ddm.errors import DiskError, SetupError
 from ddm.io.files import DISK_FULL_ERRNOS
 from ddm.io.locks import lock_file
+from ddm.io.own_folder import make_own_folder, require_own_folder
 
 
 def default_state_folder() -> Path:
@@ -34,12 +35,16 @@ def locked_state_folder(folder: Path, consequence: str) -> Iterator[None]:
         consequence: what cannot be noticed without this store, for the remedy.
 
     Raises:
+        UnsafePathError: another user could change what is remembered.
         DiskError: the disk is full.
         SetupError: the folder cannot be written for another reason.
     """
     try:
-        # For this user alone: anybody who can write here can make a rollback pass.
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # For this user alone: anybody who can write here, or rename this folder, can make a rollback pass. Another user may
+        # have made either of the two before.
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_own_folder(folder.parent)
+        make_own_folder(folder)
         with lock_file(folder / ".lock"):
             yield
     except OSError as error:

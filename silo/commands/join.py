@@ -179,6 +179,8 @@ def join(
             # Its card says nothing about the address: nobody needs a new one.
             say(f"{site} reaches its federation at {invited.address} from now on: silo run {site}.")
             return
+        # Not before: root renews the address of a site that belongs to the worker's user.
+        joined_site.require_own()
         say(
             f"{site} is a site of this federation already. It is completed; its key and policy.toml stay."
         )

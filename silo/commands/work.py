@@ -55,6 +55,7 @@ def run(
         run_courier(opened_site)
         return
 
+    opened_site.require_own()
     from silo import running
 
     # The key signs the submission at the end; a wrong passphrase must show before days of training.
