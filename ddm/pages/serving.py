@@ -140,6 +140,9 @@ def server_of(
         access_log=False,
         server_header=False,
         limit_concurrency=limits.max_connections,
+        # All connections that wait are accepted in one turn of the loop. Another user who opens and closes them without
+        # end would fill a longer queue, and the own user's requests would wait behind it at each turn.
+        backlog=limits.max_connections,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         timeout_graceful_shutdown=limits.stop_s,
     )

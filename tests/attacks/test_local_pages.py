@@ -1,9 +1,12 @@
-"""The attack: another local user holds half-open connections to a real page, or wants its memory in a core dump."""
+"""The attack: another local user holds connections to a real page or fills its queue, or wants its memory."""
 
 import resource
+import select
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,33 @@ def test_images_can_be_reviewed_while_another_user_holds_connections(tmp_path: P
         port = int(page.origin.rpartition(":")[2])
         with stranger_holds(port):
             assert {page.ask("GET", page.path)[0] for _ in range(20)} == {200}
+
+
+NUM_WAITING = 200
+
+
+@needs_linux
+def test_few_connections_wait_before_the_one_of_the_page_s_user(tmp_path: Path) -> None:
+    """Whoever opens and closes connections without end fills the queue, and each request waits behind all in it.
+
+    With a queue of 2,048 connections a request took 15 seconds on a busy machine.
+    """
+    with served(scanned(tmp_path)) as page, ExitStack() as stack:
+        port = int(page.origin.rpartition(":")[2])
+        # Once it answers, its queue is its own. Then it is at something else.
+        assert page.ask("GET", page.path)[0] == 200
+        page.process.send_signal(signal.SIGSTOP)
+        waiting = [stack.enter_context(socket.socket()) for _ in range(NUM_WAITING)]
+        for connection in waiting:
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", port))
+        # Those for which there is a place are connected at once; the kernel tries the others again after a second.
+        _, connected, _ = select.select([], waiting, [], 0.5)
+        page.process.send_signal(signal.SIGCONT)
+        assert 0 < len(connected) < NUM_WAITING / 2
+        for connection in waiting:
+            connection.close()
+        assert page.ask("GET", page.path)[0] == 200
 
 
 def num_cores(folder: Path) -> int:
