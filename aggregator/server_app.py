@@ -138,6 +138,7 @@ def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
             index=index,
             limits=limits,
             takes_part=silo_id not in settings.receipts_only,
+            carried_from=settings.carried_from.get(silo_id),
         )
         for silo_id, key in settings.nodes.items()
     }

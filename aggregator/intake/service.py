@@ -43,6 +43,7 @@ from aggregator.intake.quarantine import (
 from aggregator.membership.registry import (
     active_card,
     check_ledger,
+    member_cards,
     read_known_ledger,
     record_ledger,
     signing_key,
@@ -133,14 +134,14 @@ class IntakeService:
     def _withdraw_silos_that_left(self) -> None:
         """Withdraw the silos that gave the plan up, if they signed so themselves."""
         withdrawn = withdrawn_silos(self.federation, self.plan)
-        for silo_id in set(self.plan.silos) - set(withdrawn):
+        for silo_id in set(self.plan.members) - set(withdrawn):
             path = self.federation.incoming / self.plan.plan_id / silo_id / LEAVE_NAME
             # The ServerApp writes here: a link could make this process read a file that only the operator may read.
             if not path.is_file() or path.is_symlink():
                 continue
             # The ServerApp can write here, so only the silo's own key counts.
             try:
-                card = active_card(self.federation, self.plan, silo_id)
+                card = member_cards(self.federation, self.plan).get(silo_id)
                 if card is None:
                     continue
                 sealed = read_bounded(path, MAX_LEAVE_BYTES)
@@ -148,7 +149,8 @@ class IntakeService:
                     sealed,
                     signing_key(card),
                     root_digest=self.plan.root_digest,
-                    plan_id=self.plan.plan_id,
+                    # Of a carried silo, the plan that it signed for.
+                    plan_id=self.plan.origin(silo_id),
                     silo_id=silo_id,
                 )
                 withdraw_silo(self.federation, silo_id, LEFT_BY_ITSELF, self.key)

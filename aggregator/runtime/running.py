@@ -83,6 +83,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         plan_id=plan.plan_id,
         nodes={silo_id: card.node_key for silo_id, card in reached_silos.items()},
         receipts_only=tuple(sorted(others)),
+        carried_from={carried.silo_id: carried.plan_id for carried in plan.carried},
         shard_bytes=settings.shard_bytes,
         max_submission_bytes=submission_bytes(plan),
     )

@@ -127,6 +127,7 @@ class SiloDelivery:
         index: the bundle's index.
         limits: bounds on messages and submissions.
         takes_part: whether the plan names it; another one only gets receipts for earlier plans.
+        carried_from: the earlier plan from which its experts are carried over; it may still take them back.
         clock: seconds that only go forward.
     """
 
@@ -139,6 +140,7 @@ class SiloDelivery:
         index: tuple[IndexEntry, ...],
         limits: TransferLimits,
         takes_part: bool = True,
+        carried_from: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan_id = plan_id
@@ -147,6 +149,7 @@ class SiloDelivery:
         self._index = index
         self._limits = limits
         self._takes_part = takes_part
+        self._carried_from = carried_from
         self._clock = clock
         self._bundle = fed / "plans" / plan_id / "bundle"
         self._incoming = fed / "incoming" / plan_id / silo_id
@@ -268,6 +271,7 @@ class SiloDelivery:
         query = StatusQuery(
             plan_id=self.plan_id,
             named=self._takes_part,
+            carried_from=self._carried_from,
             known=self._status,
             received=received,
             max_bytes=max_bytes,
@@ -383,12 +387,13 @@ class SiloDelivery:
             }
             write_atomic(status_path, json.dumps(status).encode())
         self._status = report.status
+        is_member = self._takes_part or self._carried_from is not None
+        # The first one counts. It is signed, and intake verifies it.
+        if is_member and report.leave and not (self._incoming / LEAVE_NAME).exists():
+            write_atomic(self._incoming / LEAVE_NAME, report.leave.encode())
         # Nothing else is taken from a silo that the plan does not name.
         if not self._takes_part:
             return
-        # The first one counts. It is signed, and intake verifies it.
-        if report.leave and not (self._incoming / LEAVE_NAME).exists():
-            write_atomic(self._incoming / LEAVE_NAME, report.leave.encode())
         if report.files and report.sequence > self._last_received():
             self._take_announcement(report, pieces)
 

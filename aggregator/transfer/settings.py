@@ -16,6 +16,7 @@ class RunSettings(Model):
         plan_id: the plan.
         nodes: silo id to OpenSSH public key of its node.
         receipts_only: of these, the silos that the plan does not name: they get receipts for earlier plans alone.
+        carried_from: of these, the silos whose experts the plan carries over, with the plan that they signed for.
         shard_bytes: most bytes in one message.
         max_submission_bytes: most bytes of one submission.
         wait_s: for how long a silo without news may hold back its answer.
@@ -25,6 +26,7 @@ class RunSettings(Model):
     plan_id: PlanId
     nodes: dict[SiloId, str]
     receipts_only: tuple[SiloId, ...] = ()
+    carried_from: dict[SiloId, PlanId] = Field(default_factory=dict)
     shard_bytes: PositiveInt
     max_submission_bytes: PositiveInt
     wait_s: int = Field(default=30, ge=0, le=MAX_WAIT_S)

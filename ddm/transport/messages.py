@@ -150,11 +150,14 @@ class StatusQuery(Model):
 
     A new submission's first bytes, at most `max_bytes` of them, come along with the reply. `named` says whether the
     plan names the silo: one that was enrolled after it was signed hears so, and need not look for a fault of its own.
+    `carried_from` is the earlier plan from which the plan carries the silo's experts over. The silo signed for that
+    one, so that its notice that it left names that plan.
     """
 
     kind: Literal["status_query"] = "status_query"
     plan_id: PlanId
     named: bool = True
+    carried_from: PlanId | None = None
     known: Status
     max_bytes: TransferBytes
     received: Annotated[int, Field(ge=0, le=1_000_000)]

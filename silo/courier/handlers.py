@@ -173,7 +173,7 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
         if has_submission or has_new_code or has_settled_state or now >= deadline:
             break
         time.sleep(_POLL_S)
-    leave = read_leave(query.plan_id, limits)
+    leave = read_leave(query.carried_from or query.plan_id, limits)
     # A silo that left the plan sends nothing more for it.
     if sequence <= query.received or leave:
         return Envelope(StatusReport(status=status, leave=leave))

@@ -126,8 +126,8 @@ _WORDS: Mapping[SiloState, _Words] = {
 }
 HELD = "the submission arrived; screening found it implausible"
 UNCONFIRMED = (
-    "this site gave the plan up; the aggregator has not confirmed it yet, which it cannot once it has signed "
-    "another plan: its operator then withdraws a submission that was accepted (`aggregator withdraw`)"
+    "this site gave the plan up; the aggregator has not confirmed it yet, and confirms nothing once it has signed "
+    "another plan: then ask its operator whether the submission is out (`aggregator withdraw`)"
 )
 CONFIRMED = "this site takes no further part in the plan, and the aggregator leaves it out"
 _NO_WORKER = "no worker is running"

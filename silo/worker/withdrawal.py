@@ -121,8 +121,9 @@ def describe_consequences(state: State) -> str:
     if state.state == "accepted":
         return (
             "The accepted submission stays in the versions that are published already; "
-            "the aggregator leaves it out of later ones. If `aggregator run` has ended, or a later plan has carried "
-            "the expert over, no notice arrives there: ask its operator for `aggregator withdraw`."
+            "the aggregator leaves it out of later ones, also if a later plan has carried the expert over. "
+            "The notice arrives while `silo run` runs here and `aggregator run` there. "
+            "If `aggregator run` has ended, ask its operator for `aggregator withdraw`."
         )
     if state.state == "in_outbox":
         return (

@@ -16,9 +16,10 @@ from tuf.api.exceptions import BadVersionNumberError
 import aggregator.planning.carrying
 import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
-from aggregator.membership.withdrawal import withdraw_silo
+from aggregator.membership.withdrawal import withdraw_silo, withdrawn_silos
 from aggregator.planning.carrying import PLAN_IN_FORCE, choose_carried
 from aggregator.planning.sign import sign_plan
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits
 from ddm.distillation.start import initial_weights
 from ddm.errors import (
     PolicyError,
@@ -36,10 +37,13 @@ from ddm.protocol.growth import check_carried, check_consent, differences, stand
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, submission_path
 from ddm.publishing.keys import load_key
+from ddm.transport.messages import StatusQuery
 from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
 from ddm.trust.rules import VerifiedMetadata
 from ddm.trust.version_store import check_not_removed, load_removed, record_removed
+from silo.courier.handlers import SiteLimits, report_status
+from silo.worker.withdrawal import withdraw_from_plan
 from tests.conftest import PublishedRelease
 from tests.support.commands import run_command
 from tests.support.errors import has_subject
@@ -289,6 +293,38 @@ def test_plan_that_carries_everybody_is_refused(
     carrying = choose_carried(tiny.federation, published.plan_id, [])
     with pytest.raises(SetupError, check=has_subject("plan")):
         make_draft(tiny.federation, recipe(), carrying, tmp_path)
+
+
+def test_carried_silo_takes_its_experts_back_by_itself(grown: PublishedRelease) -> None:
+    """It signs that it leaves the plan that it was trained for; the plan in force, which carries it, is another."""
+    tiny = grown.tiny
+    site = tiny.sites["east"]
+    plan, _ = tiny.federation.current_plan()
+    withdraw_from_plan(site, tiny.key("east"))
+    # Its receipt has arrived, as that of every accepted submission does in time.
+    (tiny.federation.receipts / plan.origin("east") / "east" / "1.delivered").touch()
+    limits = TransferLimits(shard_bytes=1 << 20, max_submission_bytes=1 << 20, wait_s=0)
+    delivery = SiloDelivery(
+        tiny.federation.path,
+        plan.plan_id,
+        "east",
+        index=(),
+        limits=limits,
+        takes_part=False,
+        carried_from=plan.origin("east"),
+    )
+    (query,) = [
+        envelope.message
+        for envelope in delivery.next_requests([], 4)
+        if isinstance(envelope.message, StatusQuery)
+    ]
+    assert plan.origin("east") != query.plan_id
+    delivery.take(query, report_status(query, SiteLimits(site.path, 1, 1, 1)))
+    assert withdrawn_silos(tiny.federation, plan) == ()
+    tiny.take_in()
+    assert withdrawn_silos(tiny.federation, plan) == ("east",)
+    carried = choose_carried(tiny.federation, plan.plan_id, []).carried
+    assert "east" not in {silo.silo_id for silo in carried}
 
 
 def test_withdrawn_silo_is_never_carried(published: PublishedRelease) -> None:

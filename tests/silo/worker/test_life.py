@@ -423,7 +423,7 @@ def test_damaged_copy_of_an_earlier_plan_is_said_once_and_keeps_nobody_from_the_
 
 
 def test_withdrawal_of_an_accepted_submission_names_the_command_of_the_aggregator() -> None:
-    # A silo that was carried over is sent nothing, so that its notice for the earlier plan never arrives.
+    # The notice arrives only while both sides run, and an aggregator at a later plan confirms nothing.
     accepted = State(state="accepted", plan_id="tiny-00000000")
     assert "`aggregator withdraw`" in describe_consequences(accepted)
     situation = describe_site(accepted.after("withdraw"), Circumstances(running=True))
