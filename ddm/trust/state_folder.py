@@ -40,8 +40,8 @@ def locked_state_folder(folder: Path, consequence: str) -> Iterator[None]:
         SetupError: the folder cannot be written for another reason.
     """
     try:
-        # For this user alone: anybody who can write here, or rename this folder, can make a rollback pass. Another user may
-        # have made either of the two before.
+        # For this user alone: anybody who can write here, or rename this folder, can make a rollback pass. Another user
+        # may have made either of the two before.
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         require_own_folder(folder.parent)
         make_own_folder(folder)
