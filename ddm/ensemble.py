@@ -79,7 +79,7 @@ from ddm.sampling.likelihood import (
 )
 from ddm.sampling.mixture import Mixture, mix_velocity
 from ddm.sampling.options import DEFAULT_OPTIONS, SamplingOptions
-from ddm.sampling.precision import CastExperts, check_dtype
+from ddm.sampling.precision import CastExperts, check_device, check_dtype
 from ddm.sampling.progress import sampling_progress
 from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.samples import Samples, check_finite
@@ -156,7 +156,8 @@ class Ensemble:
         value_range: the lowest and the highest value of the data, to which saved samples are clipped.
 
     Raises:
-        ShapeError: the prior, the names or the router are for another number of experts.
+        ShapeError: the prior, the names or the router are for another number of experts, or are none.
+        MathError: a `chunk_size` below 1, or a dtype that experts are not sampled in.
     """
 
     experts: Experts
@@ -176,6 +177,19 @@ class Ensemble:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+        whole_number(self.chunk_size, "chunk_size", least=1)
+        if not isinstance(self.experts, Experts):
+            raise ShapeError(
+                "experts", expected="a list of experts", got=type(self.experts).__name__
+            )
+        if self.router is not None and not isinstance(self.router, Router):
+            raise ShapeError(
+                "router",
+                expected="an object with num_experts and log_likelihood(x_B, t_B), or None",
+                got=type(self.router).__name__,
+            )
+        if not isinstance(self.path, Path):
+            raise MathError("path", expected="a path, such as LinearPath()", got=repr(self.path))
         if not isinstance(self.shape, Sequence):
             raise ShapeError(
                 "shape", expected="whole numbers, such as (1, 28, 28)", got=repr(self.shape)
@@ -216,6 +230,7 @@ class Ensemble:
 
         Raises:
             MathError: a dtype that experts are not sampled in.
+            SetupError: there is no such device.
         """
         ensemble = self
         for target in where:
@@ -223,6 +238,7 @@ class Ensemble:
                 check_dtype(target)
                 ensemble = replace(ensemble, dtype=target)
             else:
+                check_device(target)
                 ensemble = ensemble._on_device(target)
         return ensemble
 
@@ -354,6 +370,7 @@ class Ensemble:
             ShapeError: tensors of another shape, or of different numbers of samples.
             NumericalError: samples that are not finite.
         """
+        _check_options(options, SamplingOptions)
         request = ConditionRequest(
             prior, condition, options.condition_prior, guidance, options.guidance_interval
         )
@@ -410,6 +427,7 @@ class Ensemble:
         images: Tensor,
         t_start: float,
         *,
+        num: int | None = None,
         options: SamplingOptions = DEFAULT_OPTIONS,
         **keywords: Any,
     ) -> Samples:
@@ -425,20 +443,27 @@ class Ensemble:
         Args:
             images: in the data's range, shape (N, C, H, W) or (N, C, D, H, W); encoded where experts work on latents.
             t_start: above 0, where images stay as they are, to 1, where nothing of them is left.
+            num: number of variations of one image; of several images, each has one.
             options: as of `sample`.
             keywords: any of `sample`'s other arguments; every strategy evaluates the router at the noised images.
 
         Raises:
             MathError, ShapeError, NumericalError: see `sample`.
         """
-        options = replace(options, x_0=self.latent.encode(images), t_start=t_start)
-        return self.sample(options=options, **keywords)
+        _check_options(options, SamplingOptions)
+        x_0 = self.latent.encode(real_tensor(images, "images"))
+        check_tensor("images", x_0, self.shape)
+        if num is not None and len(x_0) == 1:
+            x_0 = x_0.expand(whole_number(num, "num", least=1), *x_0.shape[1:])
+        options = replace(options, x_0=x_0, t_start=t_start)
+        return self.sample(num, options=options, **keywords)
 
     def inpaint(
         self,
         images: Tensor,
         known: Tensor,
         *,
+        num: int | None = None,
         corrections: int = 9,
         strategy: str | Strategy = "sample",
         options: SamplingOptions = DEFAULT_OPTIONS,
@@ -457,6 +482,7 @@ class Ensemble:
         Args:
             images: in the data's range, shape (N, C, H, W) or (N, C, D, H, W); anything finite where not known.
             known: bool, true where images are known: of all samples, (H, W) or (C, H, W), or of each, (N, C, H, W).
+            num: number of completions of one image; of several images, each has one.
             corrections: after each step, each at the cost of one evaluation; see `KnownRegion`.
             strategy: as of `sample`. One that locks at t = 1 draws its expert before it has seen what is known, and
                 gives each silo its prior share.
@@ -466,9 +492,12 @@ class Ensemble:
         Raises:
             MathError, ShapeError, NumericalError: see `sample`.
         """
+        _check_options(options, SamplingOptions)
         masked = MaskedImages.of(images, known)
         options = replace(options, known=masked.region(self.latent.encode, corrections))
-        drawn = self.sample(len(masked.images), strategy=strategy, options=options, **keywords)
+        if num is None:
+            num = len(masked.images)
+        drawn = self.sample(num, strategy=strategy, options=options, **keywords)
         # The decoded latents differ from the images even where these are known.
         completed = torch.where(masked.mask, masked.images.to(drawn.images), drawn.images)
         return replace(drawn, images=completed)
@@ -522,6 +551,7 @@ class Ensemble:
             ShapeError: images of another shape, or another number of conditions than of images.
             NumericalError: images or densities that are not finite.
         """
+        _check_options(options, LikelihoodOptions)
         x_0 = self.latent.encode(real_tensor(images, "images"))
         check_tensor("images", x_0, self.shape)
         num_images = len(x_0)
@@ -627,6 +657,18 @@ class Ensemble:
             guidance=request.guidance,
             interval=request.interval,
             sample_conditions=conditions,
+        )
+
+
+def _check_options(options: object, expected_type: type) -> None:
+    if not isinstance(options, expected_type):
+        name = expected_type.__name__
+        got = f"{type(options).__name__}"
+        raise MathError(
+            "options",
+            expected=f"{name}(...)",
+            got=got,
+            remedy=f"Give an object of that class: options={name}(solver=...).",
         )
 
 

@@ -1,5 +1,6 @@
 """The command `ddm train`: train one island, the seed of all, or what is not trained yet; or show how far they are."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,11 +54,21 @@ def train(
             "--status", help="Show how far each island is, with its learning curve; train nothing."
         ),
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --status: print JSON, for scripts.")
+    ] = False,
 ) -> None:
     """Train an island's expert, or the seed and those of all islands; run again to continue where it stopped."""
     if show_status:
-        _say_status(folder)
+        _say_status(folder, as_json=as_json)
         return
+    if as_json:
+        raise SetupError(
+            "--json",
+            expected="--status beside it",
+            got="a training, which prints no JSON",
+            remedy="Add --status, or leave --json out.",
+        )
     import torch
 
     from ddm.islands.assemble import missing_islands
@@ -107,7 +118,7 @@ def train(
         )
 
 
-def _say_status(folder: Path) -> None:
+def _say_status(folder: Path, *, as_json: bool) -> None:
     """Say how far the seed and each island are; a picture of each curve is for people at a terminal."""
     from ddm.islands.folder import Islands
     from ddm.training.curves import describe_curve
@@ -121,6 +132,7 @@ def _say_status(folder: Path) -> None:
     for number, island in enumerate(islands.split.islands):
         trainings.append((f"{number}", island.num_images, islands.island(number)))
     rows = []
+    listed = []
     for name, num_images, training in trainings:
         # The first place has the curve while the training continues, the second one afterwards.
         curve = read_metrics(training.job.metrics) or read_metrics(training.metrics)
@@ -129,10 +141,17 @@ def _say_status(folder: Path) -> None:
             state = "trained"
         elif curve:
             state = "begun"
+        last_line = None
+        if curve:
+            last_line = curve[-1].model_dump(mode="json")
+        listed.append({"island": name, "num_images": num_images, "state": state, "last": last_line})
         words = ""
         if curve:
             words = describe_curve(curve, draws_bars=sys.stdout.isatty())
         rows.append((name, num_images, state, words))
+    if as_json:
+        say(json.dumps({"islands": listed}))
+        return
     say(table(rows, ("island", "images", "state", "learning curve")))
 
 

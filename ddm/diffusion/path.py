@@ -9,13 +9,13 @@ the score fixes the others: the definitions of x_t and u_t are two linear equati
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import pi
-from typing import Literal, Protocol, assert_never
+from typing import Any, Literal, Protocol, assert_never, get_args, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.schedules import DiscretePath, KarrasPath
-from ddm.errors import ShapeError
+from ddm.errors import MathError, ShapeError
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """Called as ``velocity(x_B, t_B)`` with samples (B, ...) and times (B,); returns the shape of ``x_B``."""
@@ -27,6 +27,7 @@ PathName = Literal["linear", "cosine_vp", "ddpm_linear", "ddpm_cosine", "scaled_
 Prediction = Literal["velocity", "eps", "v", "x_0"]
 
 
+@runtime_checkable
 class Experts(Protocol):
     """Experts by number: a list, or `ddm.sampling.expert_cache.LazyExperts`, which keeps only some in memory."""
 
@@ -35,6 +36,7 @@ class Experts(Protocol):
     def __len__(self) -> int: ...
 
 
+@runtime_checkable
 class Path(Protocol):
     """The coefficients of ``x_t = alpha_t x_0 + sigma_t eps`` and their derivatives in t, element by element."""
 
@@ -119,8 +121,17 @@ class CosinePath:
         return 2 / pi * torch.atan2(sigma, alpha)
 
 
+@overload
+def path_named(name: Literal["ddpm_linear", "ddpm_cosine", "scaled_linear"]) -> DiscretePath: ...
+@overload
+def path_named(name: PathName) -> Path: ...
 def path_named(name: PathName) -> Path:
-    """Return the path that a plan's objective names."""
+    """Return the path that a plan's objective names.
+
+    Raises:
+        MathError: there is no such path.
+    """
+    _check_name("path", name, PathName)
     match name:
         case "linear":
             return LinearPath()
@@ -139,17 +150,27 @@ def path_named(name: PathName) -> Path:
             assert_never(name)
 
 
+def _check_name(subject: str, name: str, names: Any) -> None:
+    """Refuse a name that a caller misspelt, or took from another library."""
+    if name not in get_args(names):
+        raise MathError(subject, expected=", ".join(get_args(names)), got=repr(name))
+
+
 def expand_time(t_B: Tensor, x_B: Tensor) -> Tensor:
     """Return `t_B`, in the dtype and on the device of `x_B`, shaped (B, 1, ...) to multiply it.
 
     Raises:
         ShapeError: not one time per sample.
     """
-    if t_B.shape != x_B.shape[:1]:
+    # A solver or a network of a caller's own may pass a number.
+    if not isinstance(t_B, Tensor) or t_B.shape != x_B.shape[:1]:
+        got = repr(t_B)
+        if isinstance(t_B, Tensor):
+            got = f"shape {tuple(t_B.shape)}"
         raise ShapeError(
             "t",
             expected=f"{x_B.shape[0]} times, one per sample",
-            got=f"shape {tuple(t_B.shape)}",
+            got=got,
             remedy=f"Give one time for each sample: torch.full(({x_B.shape[0]},), 0.5).",
         )
     # Broadcast over all data dimensions, images and volumes alike.
@@ -329,9 +350,17 @@ def as_velocity(
     Returns:
         The velocity on the canonical path, called as the expert is; a module, in which a network moves along.
 
+    Raises:
+        MathError: there is no such prediction, or a path is none.
+
     Source:
         Karras et al. 2022, for the equivalence of paths up to time and scale.
     """
+    _check_name("prediction", prediction, Prediction)
+    for subject, own_path in (("path", path), ("canonical", canonical)):
+        if not isinstance(own_path, Path):
+            expected = "a path, such as LinearPath() or path_named('ddpm_linear')"
+            raise MathError(subject, expected=expected, got=repr(own_path))
     lowest = 0.0
     highest = 1.0
     # The paths of `ddm.diffusion.schedules` have noise at t = 0 already, so that an x_0-prediction is not singular
@@ -343,6 +372,31 @@ def as_velocity(
     if prediction == "eps":
         highest = t_max
     return CanonicalVelocity(expert, prediction, path, canonical, (lowest, highest))
+
+
+def checked_answer(answer: Any, x_B: Tensor) -> Tensor:
+    """Return what an expert answered at ``x_B``, a tensor of the same shape.
+
+    Raises:
+        ShapeError: something else.
+    """
+    # A network of another library may return an object around its tensor, or a second output in further channels.
+    if not isinstance(answer, Tensor):
+        raise ShapeError(
+            "expert",
+            expected=f"a tensor of the shape of x, {tuple(x_B.shape)}",
+            got=type(answer).__name__,
+            remedy="Return the tensor alone: for a network of diffusers, net(..., return_dict=False)[0].",
+        )
+    if answer.shape != x_B.shape:
+        raise ShapeError(
+            "expert",
+            expected=f"a tensor of the shape of x, {tuple(x_B.shape)}",
+            got=f"shape {tuple(answer.shape)}",
+            remedy="Return as many channels as x has. If a network also predicts a variance, leave it out: "
+            "answer[:, : x_B.shape[1]].",
+        )
+    return answer
 
 
 class CanonicalVelocity(nn.Module):
@@ -388,7 +442,7 @@ class CanonicalVelocity(nn.Module):
         canonical_scale_B = torch.hypot(alpha_B, sigma_B)
         scale_B = own_scale_B / canonical_scale_B
         x_own = expand_time(scale_B, x_B) * x_B
-        predicted = self.expert(x_own, called_B, *condition)
+        predicted = checked_answer(self.expert(x_own, called_B, *condition), x_own)
         x_0, eps = x_0_and_eps_of(path, self.prediction, x_own, predicted, called_B)
 
         # Beyond the expert's times one of its two estimates is kept, and the other follows from x_t.

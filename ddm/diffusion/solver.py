@@ -12,13 +12,13 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
 from ddm.diffusion.multistep import SolverMemory, dpm_step, filled
-from ddm.diffusion.path import LinearPath, Path, Velocity
-from ddm.errors import MathError
+from ddm.diffusion.path import LinearPath, Path, Velocity, expand_time
+from ddm.errors import MathError, ShapeError
 
 SolverName = Literal["euler", "heun", "midpoint", "rk4", "dpm"]
 
@@ -161,10 +161,31 @@ def solver_step(solver: SolverName | Solver, path: Path) -> Step:
         case "dpm":
             return partial(dpm_step, path=path)
         case _ if callable(solver):
-            return _without_memory(solver)
+            return _without_memory(_checked(solver))
         case _:
             names = ", ".join(get_args(SolverName))
             raise MathError("solver", expected=f"{names}, or a function", got=repr(solver))
+
+
+def _checked(step: Solver) -> Solver:
+    """Return a caller's step; what it passes to the velocity, and what it returns, must fit the samples."""
+
+    def checked_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor:
+        def checked_velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
+            # Refuses one time for all samples.
+            expand_time(t_B, x_B)
+            return velocity(x_B, t_B)
+
+        moved_B: Any = step(checked_velocity, x_B, t, t_next)
+        if not isinstance(moved_B, Tensor) or moved_B.shape != x_B.shape:
+            got = type(moved_B).__name__
+            if isinstance(moved_B, Tensor):
+                got = f"shape {tuple(moved_B.shape)}"
+            expected = f"x at t_next, a tensor of shape {tuple(x_B.shape)}"
+            raise ShapeError("what the solver returned", expected=expected, got=got)
+        return moved_B.to(x_B)
+
+    return checked_step
 
 
 def _without_memory(step: Solver) -> Step:

@@ -1,5 +1,8 @@
 """Writes a network as a program of torch.export or ONNX, which takes any number of samples."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +23,8 @@ _TRACED_SAMPLES = 2
 
 def write_torch_program(model: ExportedModel, folder: Path) -> None:
     """Write `model.pt2`, for `torch.export.load`."""
-    torch.export.save(_trace(model), folder / TORCH_FILE)
+    with _without_warnings():
+        torch.export.save(_trace(model), folder / TORCH_FILE)
 
 
 def write_onnx(model: ExportedModel, folder: Path) -> None:
@@ -30,15 +34,24 @@ def write_onnx(model: ExportedModel, folder: Path) -> None:
         SetupError: the extra `onnx` is not installed.
     """
     require_onnx()
-    torch.onnx.export(
-        _trace(model),
-        f=folder / ONNX_FILE,
-        dynamo=True,
-        input_names=input_names(model.condition),
-        output_names=[model.output],
-        external_data=True,
-        verbose=False,
-    )
+    with _without_warnings():
+        torch.onnx.export(
+            _trace(model),
+            f=folder / ONNX_FILE,
+            dynamo=True,
+            input_names=input_names(model.condition),
+            output_names=[model.output],
+            external_data=True,
+            verbose=False,
+        )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    # Of torch about its own functions, of which an operator can change nothing.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def require_onnx() -> None:

@@ -76,6 +76,26 @@ def whole_number(value: Any, subject: str, *, least: int) -> int:
     return number
 
 
+def real_number(value: Any, subject: str) -> float:
+    """Return a number; NumPy's and a tensor's are taken, truth values and texts are not.
+
+    Args:
+        value: of a caller.
+        subject: the name of the argument, for errors.
+
+    Raises:
+        MathError: no number.
+    """
+    is_text_or_truth = isinstance(value, str | bytes | bool)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MathError(subject, expected="a number", got=repr(value)) from error
+    if is_text_or_truth:
+        raise MathError(subject, expected="a number", got=repr(value))
+    return number
+
+
 def _without_gradient(tensor: Tensor, subject: str) -> Tensor:
     if tensor.is_complex() or tensor.is_quantized:
         raise _refusal(subject, f"a tensor of {tensor.dtype}".replace("torch.", ""))

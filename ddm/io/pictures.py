@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from io import BytesIO
 from math import ceil, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from ddm.errors import SetupError
+from ddm.errors import SetupError, ShapeError
 from ddm.io.files import write_atomic
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def pictures(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) -
 
 
 def grid(
-    images: "Tensor",
+    images: Any,
     owners: Sequence[int] | None = None,
     columns: int | None = None,
     value_range: tuple[float, float] = (-1.0, 1.0),
@@ -97,12 +97,30 @@ def grid(
     """Arrange images in a grid, square by default, enlarged to be readable.
 
     Args:
-        images: as `to_pixels` takes them.
+        images: an array or a tensor, as `to_pixels` takes them.
         owners: the expert of each image, shown by the colour of its edge.
         columns: the number of columns of the grid.
         value_range: the values of black and white.
+
+    Raises:
+        DataError: images that hold no real numbers.
+        SetupError: images that are no pictures.
+        ShapeError: no images, or not one owner for each.
+        MathError: less than one column.
     """
-    pixels = to_pixels(images, value_range)
+    # Here, so that commands which write no picture load no torch.
+    from ddm.io.array_input import real_tensor, whole_number
+
+    tensor = real_tensor(images, "images")
+    check_pictures(tensor.shape[1:], "images")
+    if not len(tensor):
+        raise ShapeError("images", expected="at least 1 image", got="0 images")
+    if owners is not None and len(owners) != len(tensor):
+        expected = f"one for each of {len(tensor)} images"
+        raise ShapeError("owners", expected=expected, got=str(len(owners)))
+    if columns is not None:
+        whole_number(columns, "columns", least=1)
+    pixels = to_pixels(tensor, value_range)
     columns = columns or ceil(sqrt(len(pixels)))
     rows = ceil(len(pixels) / columns)
     scale = max(1, CELL_PIXELS // max(pixels.shape[1:3]))

@@ -2,7 +2,7 @@
 
 # Shape legend: B batch, K experts, R sketch dimensions, ... all data dimensions.
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -90,12 +90,16 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
         MathError: a weight is negative or not finite, or all are 0.
         DataError: weights that are not real numbers.
     """
-    if isinstance(prior, Mapping):
+    if isinstance(prior, Mapping | str):
+        got = "weights by name"
+        if isinstance(prior, str):
+            got = f"the text {prior!r}"
         raise DataError(
             "prior",
             expected=f"{num_experts} weights, one per expert, in the order of `expert_ids`",
-            got="weights by name",
-            remedy="List a weight for every expert: [1.0, 0.0] in place of {'north': 1.0} with two experts.",
+            got=got,
+            remedy="List a weight for every expert: with two experts, [1.0, 0.0] in place of {'north': 1.0}, and "
+            "[1.0, 1.0] in place of 'equal'.",
         )
     prior_K = real_tensor(prior, "prior").to("cpu", torch.float64)
     if prior_K.shape != (num_experts,):
@@ -169,9 +173,17 @@ def _log_joint(
     log_prior_K: Tensor,
 ) -> Tensor:
     """Return ``log pi_k + log p_t^k(x)``, shape (B, K)."""
-    log_likelihood_BK = router.log_likelihood(x_B, t_B)
+    log_likelihood_BK: Any = router.log_likelihood(x_B, t_B)
+    if not isinstance(log_likelihood_BK, Tensor):
+        raise ShapeError(
+            "router",
+            expected="log-likelihoods, a tensor of shape (B, K)",
+            got=type(log_likelihood_BK).__name__,
+            remedy="Let the router's log_likelihood return a tensor.",
+        )
     expected = (x_B.shape[0], log_prior_K.shape[-1])
     if tuple(log_likelihood_BK.shape) != expected:
         got = f"shape {tuple(log_likelihood_BK.shape)}"
         raise ShapeError("router", expected=f"log-likelihoods of shape {expected}", got=got)
-    return log_likelihood_BK + log_prior_K.to(log_likelihood_BK.device)
+    log_joint_BK: Tensor = log_likelihood_BK + log_prior_K.to(log_likelihood_BK.device)
+    return log_joint_BK

@@ -2,10 +2,11 @@
 
 # Shape legend: B batch, K experts, ... all data dimensions.
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, log_softmax, nn
 
-from ddm.errors import ShapeError
+from ddm.errors import MathError, ShapeError
 from ddm.routers.base import log_prior
 
 
@@ -41,6 +42,9 @@ class ClassifierRouter(nn.Module):
         super().__init__()
         # A module becomes a part of this one, and moves with it.
         self.network = network
+        if not callable(network):
+            got = type(network).__name__
+            raise MathError("network", expected="a function or a network", got=got)
         log_shares_K = log_prior(training_prior, len(training_prior))
         if not bool(log_shares_K.isfinite().all()):
             raise ShapeError(
@@ -57,7 +61,15 @@ class ClassifierRouter(nn.Module):
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """See `ddm.routers.base.Router`."""
-        logits_BK = self.network(x_B, t_B)
+        if isinstance(self.network, nn.Module):
+            # Samples of an ensemble in float64 meet a network that was trained in float32.
+            dtype = next((p.dtype for p in self.network.parameters()), x_B.dtype)
+            x_B = x_B.to(dtype)
+            t_B = t_B.to(dtype)
+        logits_BK: Any = self.network(x_B, t_B)
+        if not isinstance(logits_BK, Tensor):
+            got = type(logits_BK).__name__
+            raise ShapeError("the classifier's logits", expected="a tensor", got=got)
         if tuple(logits_BK.shape) != (len(x_B), self.num_experts):
             raise ShapeError(
                 "the classifier's logits",

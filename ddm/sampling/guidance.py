@@ -5,15 +5,16 @@ Under a target prior pi' in place of the ensemble's pi it is ``pi_{k|c} pi'_k / 
 """
 
 # Shape legend: K experts, N samples, L tokens, D features of a token.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ddm.errors import MathError, ShapeError
+from ddm.io.array_input import real_number
 from ddm.protocol.architecture import ClassCondition, Condition, NoCondition
 from ddm.routers.base import ConditionalRouter, Router, log_prior
 from ddm.sampling.mixture import Branch, SampleConditions
@@ -96,6 +97,8 @@ class ConditionRequest:
     interval: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
+        # Refuses texts and the like before they are compared.
+        real_number(self.guidance, "guidance")
         if self.condition is None:
             expected = "a condition together with it"
             if self.guidance:
@@ -107,7 +110,9 @@ class ConditionRequest:
         if not 0 <= self.guidance < inf:
             expected = "a finite number of at least 0"
             raise MathError("guidance", expected=expected, got=str(self.guidance))
-        interval = tuple(self.interval)
+        interval: tuple[Any, ...] = ()
+        if isinstance(self.interval, Iterable):
+            interval = tuple(self.interval)
         # The number of times first: another number cannot be unpacked.
         if len(interval) != 2 or not 0 <= interval[0] < interval[1] <= 1:
             expected = "two times (low, high) with 0 <= low < high <= 1"

@@ -34,7 +34,7 @@ from ddm.diffusion.multistep import SolverMemory, filled
 from ddm.diffusion.path import Path, Velocity, x_0_and_eps, x_t
 from ddm.diffusion.rng import streams
 from ddm.errors import MathError, NumericalError, ShapeError
-from ddm.io.array_input import real_tensor
+from ddm.io.array_input import real_tensor, whole_number
 from ddm.sampling.trajectories import Trajectories, TrajectoryState
 
 RHO = 0.5
@@ -70,8 +70,7 @@ class KnownRegion:
             raise ShapeError("known", expected=expected, got=str(self.mask.dtype))
         if not bool(self.x_0.isfinite().all()):
             raise NumericalError("known", expected="finite data", got="NaN or infinity")
-        if self.corrections < 0:
-            raise MathError("corrections", expected="at least 0", got=str(self.corrections))
+        whole_number(self.corrections, "corrections", least=0)
         if bool(self.mask.all()):
             expected = "a mask with an unknown part"
             raise MathError("known", expected=expected, got="a mask that is true everywhere")

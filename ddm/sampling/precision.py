@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ddm.diffusion.path import Expert, Experts
-from ddm.errors import MathError
+from ddm.diffusion.path import Expert, Experts, checked_answer
+from ddm.errors import MathError, SetupError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -72,7 +72,11 @@ def evaluate(
     t_B: Tensor,
     *condition_B: Tensor,
 ) -> Tensor:
-    """Return an expert's velocity in the dtype of ``x_B``; a network with weights of another dtype computes in it."""
+    """Return an expert's velocity in the dtype of ``x_B``; a network with weights of another dtype computes in it.
+
+    Raises:
+        ShapeError: the expert's answer is no tensor of the shape of ``x_B``.
+    """
     t_B = t_B.to(x_B.dtype)
     condition = [_cast(part, x_B.dtype) for part in condition_B]
     if isinstance(expert, nn.Module):
@@ -85,10 +89,10 @@ def evaluate(
         # meanwhile.
         if any(value.dtype != x_B.dtype for value in floating.values()):
             cast = {name: value.to(x_B.dtype) for name, value in floating.items()}
-            velocity: Tensor = functional_call(expert, cast, (x_B, t_B, *condition))
-            return velocity.to(x_B.dtype)
+            u_B = functional_call(expert, cast, (x_B, t_B, *condition))
+            return checked_answer(u_B, x_B).to(x_B.dtype)
     u_B = expert(x_B, t_B, *condition)
-    return u_B.to(x_B.dtype)
+    return checked_answer(u_B, x_B).to(x_B.dtype)
 
 
 def _cast(condition: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,6 +112,30 @@ def check_dtype(dtype: torch.dtype) -> None:
         expected = ", ".join(str(allowed) for allowed in DTYPES)
         remedy = "float16 overflows where bfloat16 does not; integers cannot hold a velocity."
         raise MathError("dtype", expected=expected, got=str(dtype), remedy=remedy)
+
+
+def check_device(device: torch.device | str) -> None:
+    """Refuse a device that a caller names and torch does not have.
+
+    Raises:
+        SetupError: there is no such device, or torch sees no GPU.
+    """
+    try:
+        device_type = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise SetupError(
+            "device",
+            expected="a device of torch, such as cpu or cuda, or a dtype, such as torch.bfloat16",
+            got=repr(device),
+            remedy="Name cpu, or cuda for a GPU.",
+        ) from error
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise SetupError(
+            "device",
+            expected="a GPU that torch sees",
+            got="no GPU",
+            remedy="Name cpu, or install a build of torch for this machine's GPU.",
+        )
 
 
 def full_precision(x_B: Tensor) -> AbstractContextManager[None]:

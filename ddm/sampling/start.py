@@ -1,7 +1,7 @@
 """Where trajectories begin: in noise, at given samples of some time, or at data that are noised first."""
 
 # Shape legend: N samples, B batch, S steps, ... all data dimensions.
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ from ddm.diffusion.multistep import filled
 from ddm.diffusion.path import Path, expand_time, x_t
 from ddm.diffusion.solver import check_times, uniform_times
 from ddm.errors import MathError, NumericalError, ShapeError
-from ddm.io.array_input import real_tensor, whole_number
+from ddm.io.array_input import real_number, real_tensor, whole_number
 from ddm.sampling.options import SamplingOptions
 
 
@@ -73,7 +73,8 @@ def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
     Raises:
         DataError: arrays that hold no real numbers.
-        ShapeError: samples of another shape, or not one time for each.
+        ShapeError: samples of another shape, of whole numbers, or not one time for each.
+        MathError: times below 0 or above 1.
     """
     samples_B = real_tensor(x_B, "x")
     if isinstance(x_B, Tensor):
@@ -84,8 +85,14 @@ def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         sides = ", ".join(map(str, shape))
         got = str(tuple(samples_B.shape))
         raise ShapeError("x", expected=f"shape (B, {sides})", got=got)
+    if not samples_B.is_floating_point():
+        got = f"{samples_B.dtype}".removeprefix("torch.")
+        raise ShapeError("x", expected="floating point", got=got)
     # Refuses another number of times.
     expand_time(times_B, samples_B)
+    if not bool(((times_B >= 0) & (times_B <= 1)).all()):
+        got = f"{float(times_B.min()):g} to {float(times_B.max()):g}"
+        raise MathError("t", expected="times in [0, 1]", got=got)
     return samples_B, times_B
 
 
@@ -117,7 +124,7 @@ def make_initial_state(
     times = _times(options, steps, tensors)
     for name, tensor in tensors.items():
         check_tensor(name, tensor, shape)
-    num_samples = _num_samples(lengths, tensors)
+    num_samples = _num_samples(lengths, tensors, options)
     return InitialState(
         num_samples=num_samples,
         times=times,
@@ -163,16 +170,24 @@ def _times(
 def _time_grid(options: SamplingOptions, steps: int) -> tuple[float, ...]:
     """Return the caller's times, or times that are evenly spaced between t_start, or 1, and 0."""
     if options.times is not None:
-        return tuple(float(t) for t in options.times)
+        times_S = real_tensor(options.times, "times")
+        if times_S.dim() != 1:
+            got = f"shape {tuple(times_S.shape)}"
+            raise ShapeError("times", expected="a list of times", got=got)
+        return tuple(float(t) for t in times_S.tolist())
     t_start = 1.0
     if options.t_start is not None:
-        t_start = options.t_start
+        t_start = real_number(options.t_start, "t_start")
     if not 0 < t_start <= 1:
         raise MathError("t_start", expected="a time above 0, at most 1", got=str(t_start))
     return tuple(t_start * t for t in uniform_times(whole_number(steps, "steps", least=1)))
 
 
-def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor]) -> int:
+def _num_samples(
+    lengths: Mapping[str, int | None],
+    tensors: Mapping[str, Tensor],
+    options: SamplingOptions,
+) -> int:
     """Return N, on which all arguments that state it must agree."""
     stated = {}
     for name, length in lengths.items():
@@ -180,6 +195,11 @@ def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor
             stated[name] = length
     for name, tensor in tensors.items():
         stated[name] = len(tensor)
+    if not stated:
+        # Beside another number they are compared with it later.
+        for values in (options.numbers, options.seeds):
+            if isinstance(values, Sized):
+                stated["numbers or seeds"] = len(values)
     if not stated:
         got = "no number, and no tensor that implies it"
         raise MathError("num", expected="the number of samples", got=got)

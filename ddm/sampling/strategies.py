@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 from math import inf
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddm.errors import MathError
@@ -314,12 +315,16 @@ def segments(
     Raises:
         MathError: `router_every` below 1.
     """
-    if router_every < 1:
-        raise MathError("router_every", expected="at least 1 step", got=str(router_every))
+    if not isinstance(router_every, Integral) or router_every < 1:
+        got = repr(router_every)
+        raise MathError("router_every", expected="a whole number, at least 1", got=got)
     cut: list[Segment] = []
     starts_before = [t_before, *times]
     for step, (t, t_next) in enumerate(pairwise(times)):
-        rule = strategy.step_rule(t, starts_before[step])
+        rule: Any = strategy.step_rule(t, starts_before[step])
+        if not isinstance(rule, StepRule):
+            subject = f"step_rule of the strategy {type(strategy).__name__}"
+            raise MathError(subject, expected="a StepRule, such as StepRule.DRAW", got=repr(rule))
         continues = False
         if cut:
             # A change of the rule begins a segment, so that the step which locks always evaluates the router.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
+from typing import Any
 
 import numpy as np
 import torch
@@ -209,7 +210,7 @@ class Trajectories:
         t_B = filled(samples.x_B, segment.times[0])
         w_BK = self.mixture.posterior(samples.x_B, t_B)
         if rule is StepRule.SELECT:
-            allowed_BK = self.strategy.select(w_BK)
+            allowed_BK = _selected_experts(self.strategy, w_BK)
         expert_B = draw_expert(w_BK * allowed_BK, uniform_B)
         if rule in (StepRule.DRAW, StepRule.LOCK):
             num_experts = allowed_BK.shape[1]
@@ -231,12 +232,14 @@ class Trajectories:
             return self._integrate_groups(groups, segment.times, state)
         for step, (t, t_next) in enumerate(pairwise(segment.times), start=num_steps):
             state = self._integrate_groups(groups, (t, t_next), state)
-            moved_B = self.callback(step, t_next, state.x_B, allowed_BK)
+            moved_B: Any = self.callback(step, t_next, state.x_B, allowed_BK)
             if moved_B is None:
                 continue
-            if moved_B.shape != state.x_B.shape:
-                expected = str(tuple(state.x_B.shape))
-                got = str(tuple(moved_B.shape))
+            if not isinstance(moved_B, Tensor) or moved_B.shape != state.x_B.shape:
+                expected = f"a tensor of shape {tuple(state.x_B.shape)}, or None"
+                got = type(moved_B).__name__
+                if isinstance(moved_B, Tensor):
+                    got = f"shape {tuple(moved_B.shape)}"
                 raise ShapeError("what the callback returned", expected=expected, got=got)
             state = SolverState(moved_B.to(state.x_B), state.memory)
         return state
@@ -330,6 +333,30 @@ class Trajectories:
         t_B = filled(x_B, segment.times[0])
         fixed_RK = mixture.weights(x_B, t_B, allowed_BK, of_all_branches=True)
         return lambda x_B, t_B: mixture.velocity(x_B, t_B, fixed_RK)
+
+
+def _selected_experts(strategy: Strategy, w_BK: Tensor) -> Tensor:
+    """Return the experts that a strategy selects, which may be a caller's own.
+
+    Raises:
+        ShapeError: no bool of the shape of the weights.
+        MathError: a sample without an expert.
+    """
+    selected_BK: Any = strategy.select(w_BK)
+    subject = f"select of the strategy {type(strategy).__name__}"
+    is_mask = isinstance(selected_BK, Tensor) and selected_BK.dtype is torch.bool
+    if not is_mask or selected_BK.shape != w_BK.shape:
+        got = type(selected_BK).__name__
+        if isinstance(selected_BK, Tensor):
+            got = f"{selected_BK.dtype} {tuple(selected_BK.shape)}".removeprefix("torch.")
+        raise ShapeError(subject, expected=f"bool, shape {tuple(w_BK.shape)}", got=got)
+    # An expert without a weight cannot be followed.
+    num_followed_B = (selected_BK & (w_BK > 0)).sum(1)
+    if not bool(num_followed_B.all()):
+        got = f"none for {int((num_followed_B == 0).sum())} of {len(w_BK)} samples"
+        raise MathError(subject, expected="at least one expert with a weight above 0", got=got)
+    checked_BK: Tensor = selected_BK
+    return checked_BK
 
 
 def step_reporter(on_progress: ProgressCallback | None, total_steps: int) -> StepReporter:

@@ -45,7 +45,7 @@ class FinishedTraining:
     """A finished run.
 
     Args:
-        ema: the averaged weights by name, float32, on the CPU, as they are released; empty in all processes but the
+        ema: the averaged weights by name, float32, on the CPU, as they are published; empty in all processes but the
             first.
         steps: steps taken, always all of the recipe's.
         loss: as in `Progress`.

@@ -119,6 +119,22 @@ def test_classes_reach_the_network_and_the_null_condition_is_its_last(
         assert not torch.allclose(null, expert(x_B, t_B, torch.tensor([0, 1])))
 
 
+def test_adapted_networks_follow_the_ensemble_to_another_device_and_arithmetic(
+    adapters: SimpleNamespace, folders: Path
+) -> None:
+    experts = [adapters.from_dit(folders / "dit"), adapters.from_unet(folders / "unet")]
+    ensemble = Ensemble(experts, UninformedRouter(2), [0.5, 0.5], SHAPE)
+    x_B, t_B = inputs(0.6)
+    with torch.no_grad():
+        expected = ensemble.velocity(x_B, t_B)
+        in_float64 = ensemble.to(torch.float64).velocity(x_B.double(), t_B)
+    torch.testing.assert_close(in_float64.float(), expected, rtol=1e-3, atol=1e-3)
+    elsewhere = ensemble.to("meta").experts
+    for number in range(2):
+        network: Any = elsewhere[number]
+        assert {weight.device.type for weight in network.parameters()} == {"meta"}
+
+
 def test_own_and_foreign_experts_sample_together_and_mix_by_their_weights(
     adapters: SimpleNamespace, folders: Path
 ) -> None:

@@ -27,6 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.diffusion.solver.SolverName",
         "ddm.diffusion.solver.Solver",
         "ddm.diffusion.path.as_velocity",
+        "ddm.io.pictures.grid",
         "ddm.distillation.student.load_student",
         "ddm.encoders.text.TextEncoder",
     ),
@@ -67,6 +68,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.training.loop.train",
         "ddm.training.private.make_private",
         "ddm.distillation.distill.distill",
+        "ddm.distillation.dataset.DistillationData",
+        "ddm.training.loop.TrainingRun",
+        "ddm.training.loop.FinishedTraining",
+        "ddm.training.batches.Examples",
+        "ddm.training.objective.TrainingObjective",
     ),
 }
 REMARKS = {
