@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -28,6 +29,9 @@ _log = logging.getLogger(__name__)
 # The head and the body of a request, which is a few hundred bytes; and the pieces of an answer, one at a time.
 _RECEIVE_S = 10.0
 _PIECE_BYTES = 1 << 16
+# An answer must be taken within this time, and more for each byte: until then it keeps its place.
+_TAKING_S = 60.0
+_MIN_BYTES_S = 1 << 16
 # Behind a proxy all clients are one peer. These connections beyond the queue ask for pages, or are told to come later.
 _SPARE_CONNECTIONS = 32
 _OWN_CONNECTIONS = 8
@@ -145,7 +149,9 @@ class _SampleEndpoint:
                     "Content-Disposition": f'inline; filename="samples.{job.format}"',
                 },
             )
-            await response(scope, receive, send)
+            await send_in_time(
+                response, scope, receive, send, limit_s=_TAKING_S + len(content) / _MIN_BYTES_S
+            )
 
     async def _read_job(self, request: Request) -> SampleJob:
         # A page of another website can send text without asking first, but not JSON.
@@ -182,6 +188,15 @@ class _SampleEndpoint:
             # Leaves the queue, where it is still in it.
             drawing.cancel()
             leaving.cancel()
+
+
+async def send_in_time(
+    response: Response, scope: Scope, receive: Receive, send: Send, limit_s: float
+) -> None:
+    """Send an answer, or close the connection of a client that has not taken it in time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await response(scope, receive, send)
 
 
 async def _wait_for_disconnect(request: Request) -> None:

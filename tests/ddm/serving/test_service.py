@@ -1,8 +1,9 @@
 """`ddm serve` as programs, browsers and strangers meet it: a real server, verified first, on loopback."""
 
+import asyncio
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 from io import BytesIO
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from starlette.responses import StreamingResponse
+from starlette.types import Message
 from typer.testing import CliRunner
 
 from aggregator.runtime.proxy import find_nginx
 from ddm.cli.main import app
 from ddm.errors import BusyError, DigestError, MemoryLimitError, PolicyError, SetupError
+from ddm.serving.app import send_in_time
 from ddm.system.processes import free_port, spawn, terminate_all
 from tests.conftest import PublishedRelease
 from tests.support.case import case
@@ -288,6 +292,32 @@ def test_slow_clients_are_cut_off_while_others_are_answered(service: Service) ->
         assert read_answer(half_body).status == 408
         assert seconds_until_closed(half_head) < 60
     service.wait_for_requests(0)
+
+
+def test_answer_that_nobody_takes_gives_its_place_back() -> None:
+    """The attack: a client reads a few bytes now and then, so that its connection never stalls."""
+    num_sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        await asyncio.sleep(0.01)
+
+    async def serve_one() -> None:
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+        sending = send_in_time(StreamingResponse(pieces()), scope, receive, send, limit_s=0.2)
+        await asyncio.wait_for(sending, LIMIT_S)
+
+    asyncio.run(serve_one())
+    assert num_sent > 1
 
 
 @pytest.mark.slow
