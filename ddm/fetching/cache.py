@@ -20,7 +20,7 @@ from ddm.fetching.download import OnBytes, fetch_file
 from ddm.fetching.hosts import FetchLimits, Host
 from ddm.io.files import name_full_disk
 from ddm.io.locks import lock_file
-from ddm.io.own_folder import make_own_folder
+from ddm.io.own_folder import make_own_path
 from ddm.io.untrusted import check_digest
 from ddm.trust.rules import SignedFile
 
@@ -47,14 +47,13 @@ class FileCache:
         root_digest: sha256 of the root of trust.
 
     Raises:
-        UnsafePathError: the folder is not this user's alone.
+        UnsafePathError: the folder is not this user's alone, or another user could exchange it.
         OSError: it cannot be made.
     """
 
     def __init__(self, cache: Path, root_digest: str) -> None:
-        cache = cache.absolute()
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        make_own_folder(cache)
+        # A file is linked into a reader's folder after it was compared with its digest: nobody may exchange it between.
+        make_own_path(cache)
         self.folder = cache / root_digest
         for name in ("files", "partial", "releases"):
             (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -324,6 +324,12 @@ def test_cache_is_for_this_user_alone_and_where_it_is_named(
     link.symlink_to(options.cache)
     with pytest.raises(UnsafePathError):
         open_at(url, federation, FetchOptions(cache=link, limits=options.limits))
+    # Who can write above it can rename it, and put another one in its place.
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(UnsafePathError):
+        open_at(url, federation, FetchOptions(cache=shared / "own", limits=options.limits))
 
 
 def test_place_is_a_folder_or_an_address_and_nothing_else(federation, options) -> None:
