@@ -423,8 +423,8 @@ class Site:
         """Refuse a site whose files another user could exchange.
 
         silo.toml names the command that starts a training and the file of the passphrase, and policy.toml says what may
-        leave. Whoever can rename a folder above the site can put another site in its place, with links to the keys of
-        this one.
+        leave. Anybody who can rename a folder above the site can put another site in its place, with links to the keys
+        of this one.
 
         Raises:
             UnsafePathError: another user could put something into the site's folder, or another one in its place.

@@ -98,6 +98,7 @@ class TerminalGuide:
             say(f"  the page ended with exit code {code}; press Enter to open it again")
         if _has_line():
             command = [str(program("silo")), "review", str(self._site.path), "--page"]
+            say("  the review page opens in a few seconds")
             # The page ends with this process, even if that is killed and cannot end it (`end_with_parent`).
             environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
             # Ctrl-C reaches the page as well, and one of the two saying so is enough.

@@ -51,7 +51,7 @@ def review_submission(site: Site, *, page: bool | None) -> None:
         sheets.start()
         say(f"Open in a browser on this machine: {url}")
         say(
-            "Whoever has this address may read and approve. Ctrl-C ends the page; --text prints it here instead."
+            "Anybody who has this address may read and approve. Ctrl-C ends the page; --text prints it here instead."
         )
 
     try:
