@@ -167,7 +167,10 @@ class Flood:
             position = 0
             while True:
                 try:
-                    if not await asyncio.wait_for(reader.read(4096), EVERY_S):
+                    # Not `wait_for`, which in Python 3.11 loses a cancellation that comes together with the answer.
+                    async with asyncio.timeout(EVERY_S):
+                        answer = await reader.read(4096)
+                    if not answer:
                         return
                     # An answer: the server has judged this one, and waits for the next.
                     await asyncio.sleep(EVERY_S)
