@@ -79,24 +79,24 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of tables whose learning rates are used; without it, the library's default rate",
     )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; default: 1")
-    given = parser.parse_args(argv)
-    torch.set_num_threads(given.threads)
-    return ended(lambda: run(given), given.out)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    return ended(lambda: run(arguments), arguments.out)
 
 
-def run(given: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Train the models that are missing, draw their samples and write the picture."""
-    world = read_world(given.dataset, given.data)
-    preset = preset_for(given.preset, world.data.shape)
-    shop = Workshop(world, preset, given.out / "models", Clock())
-    rate_of = published_rates(given.published, world, preset)
+    world = read_world(arguments.dataset, arguments.data)
+    preset = preset_for(arguments.preset, world.data.shape)
+    shop = Workshop(world, preset, arguments.out / "models", Clock())
+    rate_of = published_rates(arguments.published, world, preset)
     panels = [Panel("real images", world.test.images[:NUM_IMAGES])]
     for title, source in sources(preset):
         made = trained(shop, source, rate_of(source))
         samples = draw_samples(shop, made, source)
         expert_N = samples.expert_N if isinstance(source, Experts) else None
         panels.append(Panel(title, samples.images, expert_N))
-    path = given.out / "samples.png"
+    path = arguments.out / "samples.png"
     draw_panels(panels).quantize(_NUM_COLOURS).save(path, optimize=True)
     say(f"Written: {path}")
 
