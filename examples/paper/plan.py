@@ -36,7 +36,7 @@ def plan_for(
     Args:
         shape: of an image, in [-1, 1].
         statistics: the table `statistics`.
-        expert: the table `expert`; by default one that nobody trains.
+        expert: the table `expert`; by default one that nobody trains. A base must be named.
         silos: their names.
         router: the table `router`; counts by default.
         num_groups: public groups.
@@ -47,7 +47,7 @@ def plan_for(
     digest = sha256_hex(b"")
     names = ["centroids", "encoder", "sketch"]
     base = None
-    if expert.get("adaptation", {}).get("kind") == "lora":
+    if "base" in expert.get("adaptation", {}):
         names.append("base")
         base = {
             "digest": digest,

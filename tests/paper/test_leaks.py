@@ -12,6 +12,7 @@ from examples.paper.leaks import __main__ as leaks
 from examples.paper.leaks.choices import CHOICES, plan_of
 from examples.paper.leaks.results import LeakCell, write_report
 from examples.paper.leaks.site import Data, LeakWorkshop, Silo
+from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.data import Part, World
 from examples.paper.tables.results import Figure
 
@@ -28,14 +29,24 @@ def world() -> World:
     return World("made", part(400, 0), part(300, 1), part(800, 2), part(200, 3))
 
 
-def cell(choice: str, images: int, auc: float) -> LeakCell:
+def cell(
+    choice: str,
+    images: int,
+    auc: float,
+    *,
+    seed: int = 0,
+    fid: float = 1.0,
+    verdict: str = "pass",
+) -> LeakCell:
     figure = Figure(value=auc, low=auc - 0.05, high=auc + 0.05)
-    figures = dict.fromkeys(("auc", "tpr", "copies", "fid", "kid"), figure)
+    figures = dict.fromkeys(("auc", "tpr", "copies", "kid"), figure)
+    figures["fid"] = Figure(value=fid)
     return LeakCell(
         choice=choice,
         images=images,
+        seed=seed,
         steps=3,
-        verdict="pass",
+        verdict=verdict,
         reason="made",
         figures=figures,
         noise_multiplier=None,
@@ -47,33 +58,74 @@ def cell(choice: str, images: int, auc: float) -> LeakCell:
     )
 
 
-def test_public_expert_sees_no_class_of_the_silo_and_nobody_learns_the_units_held_out(
-    world: World,
-) -> None:
-    data = Data.of(world, (1, 2))
+def test_base_learns_public_images_and_nobody_learns_the_units_held_out(world: World) -> None:
+    data = Data.of(world, (1, 2), (2, 3))
     assert (
         len(data.learned) == 200
         and len(data.held) == 300
         and len(data.public) == 150
         and len(data.test) == 100
     )
-    silo = Silo(LeakWorkshop(data, world, Path("unused"), 1.0), CHOICES["whole"], 50)
+    is_public_NM = (data.public[:, None] == data.learned).flatten(2).all(2)
+    assert not is_public_NM.any()
+    silo = Silo(LeakWorkshop(data, world, Path("unused"), 1.0), CHOICES["random"], 50)
     assert torch.equal(silo.cohort.images[:50], data.learned[:50]) and torch.equal(
         silo.cohort.images[50:], data.held
     )
 
 
+def test_silo_of_every_seed_has_other_images_and_an_outsider_has_none_of_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("examples.paper.leaks.site.MAX_IMAGES", 60)
+    data = Data.of(world, (1, 2), (0, 3))
+    learned = [data.learned_by(60, seed) for seed in range(3)]
+    for seed, images in enumerate(learned):
+        same = (data.others(seed)[:, None] == images).flatten(2).all(2)
+        assert len(data.others(seed)) == 140 and not same.any()
+    assert not (learned[0][:, None] == learned[1]).flatten(2).all(2).any()
+
+
+def test_choices_name_the_base_where_they_start_from_one() -> None:
+    bases = {name: plan_of(SHAPE, choice, 350).expert.base for name, choice in CHOICES.items()}
+    assert {name for name, base in bases.items() if base is None} == {
+        "random",
+        "random-fifth",
+        "random-tenth",
+    }
+
+
 def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_noise(
     world: World,
 ) -> None:
-    data = Data.of(world, (1, 2))
+    data = Data.of(world, (1, 2), (0, 3))
     whole = LeakWorkshop(data, world, Path("unused"), 1.0)
     plans = {name: plan_of(SHAPE, choice, 350) for name, choice in CHOICES.items()}
-    assert {name for name, plan in plans.items() if plan.expert.privacy} == {"lora-8", "lora-2"}
+    private = {"base-8", "base-2", "lora-8", "lora-2"}
+    assert {name for name, plan in plans.items() if plan.expert.privacy} == private
     whole.__dict__["base"] = None
     paid = [Silo(whole, CHOICES[name], 50).expert.paid for name in ("lora-8", "lora-2")]
     assert paid[0] and paid[1] and paid[1].noise_multiplier > 2 * paid[0].noise_multiplier
     assert paid[0].rate == pytest.approx((350 // 4) / 350)
+
+
+def test_targets_take_the_best_training_whose_audits_pass_with_every_seed() -> None:
+    cells = [cell("random", 1000, 0.7, seed=seed, fid=50.0, verdict="fail") for seed in range(3)]
+    cells += [cell("base", 1000, 0.6, seed=seed, fid=40.0) for seed in range(3)]
+    cells[-1] = cells[-1].model_copy(update={"verdict": "fail"})
+    cells += [cell("lora-fifth", 1000, 0.5, seed=seed, fid=60.0) for seed in range(3)]
+    cells += [cell("lora-8", 1000, 0.5, seed=seed, fid=100.0) for seed in range(3)]
+    cells += [cell("base-fifth", 300, 0.5, fid=1.0)]
+    audited, private = leak_targets(cells)
+    assert audited.value == pytest.approx(60 / 50) and audited.note == "lora-fifth"
+    assert (audited.met, audited.seeds) == ("yes", 3)
+    assert private.value == pytest.approx(100.0) and private.met == "yes"
+
+
+def test_targets_say_when_no_training_passes_and_when_nothing_was_measured() -> None:
+    failing = [cell("random", 1000, 0.7), cell("base", 1000, 0.9, verdict="fail")]
+    assert leak_targets(failing)[0].met == "no"
+    assert leak_targets([])[0].met == ""
 
 
 def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) -> None:
@@ -81,21 +133,21 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
     write_report(
         tmp_path,
         "made",
-        [cell("lora", 300, 0.6), cell("whole", 100, 0.9)],
+        [cell("lora", 300, 0.6), cell("random", 100, 0.9)],
         estimate,
         "the command",
         0.5,
     )
     page = (tmp_path / "README.md").read_text("utf-8")
     assert (
-        page.index("all weights") < page.index("LoRA  ")
+        page.index("all weights, from random") < page.index("LoRA, from")
         and "the command" in page
         and "0.5 of their steps" in page
     )
     assert "0.900 [0.850, 0.950]" in page
     with (tmp_path / "leaks.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["choice"], float(row["auc"])) for row in rows] == [("lora", 0.6), ("whole", 0.9)]
+    assert [(row["choice"], float(row["auc"])) for row in rows] == [("random", 0.9), ("lora", 0.6)]
     assert (tmp_path / "leaks.png").stat().st_size > 5000
 
 
@@ -119,13 +171,14 @@ def test_a_run_measures_each_expert_once_and_an_overfitted_one_is_found(
         "60",
     ]
     monkeypatch.setitem(leaks.PRIVATE_CLASSES, "fashion-mnist", (1, 2))
-    monkeypatch.setattr("sys.argv", [*words, "--choices", "whole", "lora-2", "--samples", "300"])
+    monkeypatch.setitem(leaks.BASE_CLASSES, "fashion-mnist", (0, 3))
+    monkeypatch.setattr("sys.argv", [*words, "--choices", "random", "lora-2", "--samples", "300"])
     assert leaks.main() == 0
     page = (tmp_path / "README.md").read_text("utf-8")
     whole, private = (
         float(number) for number in re.findall(r"(?:fail|pass|inconclusive) +(\d\.\d+)", page)
     )
     assert whole > 0.9 > 0.7 > private
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("work/*/cells*/*")}
     assert leaks.main() == 0
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("work/*/cells*/*")}

@@ -1,13 +1,15 @@
-"""Trains and audits silos of several sizes in several ways; what a hospital should choose.
+"""Trains and audits silos of several sizes in several ways, with and without a base; what a hospital should choose.
 
     python -m examples.paper.leaks --dataset fashion-mnist --data FOLDER --out build/leaks
 
-Everything measured is kept in OUT and not measured again, so an interrupted run goes on where it stopped.
+Everything measured is kept in OUT and not measured again, so an interrupted run goes on where it stopped. The page
+shows everything that OUT has with as many samples and shadows.
 """
 
 import argparse
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -16,13 +18,17 @@ from ddm.system.console import say
 from examples.paper.leaks.choices import CHOICES, MAX_IMAGES
 from examples.paper.leaks.results import LeakCell, write_report
 from examples.paper.leaks.site import Data, LeakWorkshop, Silo
+from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.clock import ended
 from examples.paper.tables.data import read_world
 from examples.paper.tables.results import Figure, Kept, command_of, commit, hardware, utc
+from examples.paper.tables.targets import write_targets
 from silo.audit.document import ExpertAudit
 
-# Those that a silo has; the public expert sees the others. Pneumonia among chest X-rays; shoes, shirts, bags.
+# Those of a silo's images: shoes, shirts and bags; pneumonia among chest X-rays.
 PRIVATE_CLASSES = {"fashion-mnist": (5, 6, 7, 8, 9), "cxr": (1,)}
+# Those of the public images that the base learns: trousers, sneakers and bags, as in table 11; healthy lungs.
+BASE_CLASSES = {"fashion-mnist": (1, 7, 8), "cxr": (0,)}
 NUM_IMAGES = (100, 300, 1000, MAX_IMAGES)
 
 
@@ -47,6 +53,9 @@ def main() -> int:
     )
     parser.add_argument("--choices", nargs="+", choices=tuple(CHOICES), default=tuple(CHOICES))
     parser.add_argument(
+        "--seeds", type=int, default=1, help="number of seeds, of images and training; default: 1"
+    )
+    parser.add_argument(
         "--samples", type=int, default=2000, help="number of samples for FID; default: 2000"
     )
     parser.add_argument(
@@ -69,29 +78,29 @@ def main() -> int:
 def run(asked: argparse.Namespace, command: str) -> None:
     """Measure what was asked for, and write the page after each."""
     world = read_world(asked.dataset, asked.data)
-    data = Data.of(world, PRIVATE_CLASSES[asked.dataset])
+    data = Data.of(world, PRIVATE_CLASSES[asked.dataset], BASE_CLASSES[asked.dataset])
     # experts of other images or steps are others
     work = asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"
     work.mkdir(parents=True, exist_ok=True)
     workshop = LeakWorkshop(data, world, work, asked.scale)
     base = workshop.base
-    of_base = workshop.judge(workshop.public_expert, base.folder / base.file.path, asked.samples)
-    kept = Kept(asked.out / "cells")
-    cells = list[LeakCell]()
-    for num in sorted({min(num, len(data.learned), MAX_IMAGES) for num in asked.images}):
-        for choice in asked.choices:
-            key = (asked.dataset, choice, num, asked.scale, asked.samples, asked.shadows)
-            cell = kept.read(key, LeakCell)
-            if cell is None:
-                silo = Silo(workshop, CHOICES[choice], num)
-                cell = measured(silo, choice, asked.samples, asked.shadows)
-                kept.write(key, cell)
-            cells.append(cell)
+    of_base = workshop.judge(workshop.base_expert, base.folder / base.file.path, asked.samples)
+    kept = Kept(work / f"cells-{asked.samples}-{asked.shadows}")
+    nums = sorted({min(num, len(data.learned), MAX_IMAGES) for num in asked.images})
+    for seed, num, choice in product(range(asked.seeds), nums, asked.choices):
+        key = (choice, num, seed)
+        if kept.read(key, LeakCell) is None:
+            silo = Silo(workshop, CHOICES[choice], num, seed)
+            cell = measured(silo, choice, asked.samples, asked.shadows)
+            kept.write(key, cell)
             say(
-                f"{num} images, {CHOICES[choice].label}: {cell.verdict}, AUC {cell.figures['auc'].value:.3f}, "
-                f"FID {cell.figures['fid'].value:.1f}, {cell.training_s:.0f} s and {cell.audit_s:.0f} s of audit"
+                f"{num} images, {CHOICES[choice].label}, seed {seed}: {cell.verdict}, "
+                f"AUC {cell.figures['auc'].value:.3f}, FID {cell.figures['fid'].value:.1f}, "
+                f"{cell.training_s:.0f} s and {cell.audit_s:.0f} s of audit"
             )
-            write_report(asked.out, asked.dataset, cells, of_base, command, asked.scale)
+        cells = kept.all(LeakCell)
+        write_report(asked.out, asked.dataset, cells, of_base, command, asked.scale)
+        write_targets(asked.out / "targets.csv", leak_targets(cells))
     say(f"Written: {asked.out / 'README.md'}")
 
 
@@ -115,6 +124,7 @@ def measured(silo: Silo, choice: str, num_samples: int, num_shadows: int) -> Lea
     return LeakCell(
         choice=choice,
         images=silo.num,
+        seed=silo.seed,
         steps=silo.expert.plan.expert.training.num_steps,
         verdict=audit.verdict,
         reason=audit.reason,

@@ -1,16 +1,22 @@
 """The rows: how an expert is trained, and the plan that says so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ddm.protocol.learning import BASE_PATH
 from ddm.protocol.plan import Plan
 from examples.paper.plan import plan_for
 
 HELD_OUT = 300
 MAX_IMAGES = 3000
 """That a silo learns; others are left to an attacker from outside."""
+MAX_AUC = 0.6
+"""The plan's limit, the default of a recipe."""
 DELTA = 1e-5
 _PATCHES = 4  # along either side, whatever the resolution: 16 tokens
 _DRAWS = 2
+_STEPS = 1500
+_RATE = 0.004
+_PRIVATE_RATE = 0.004
 
 
 @dataclass(frozen=True)
@@ -21,25 +27,43 @@ class TrainingChoice:
         label: as the table names it.
         steps: of training.
         rate: the highest learning rate.
-        lora: whether a public expert is adapted, by factors of rank 8, or all weights are trained.
+        from_base: whether training starts from the public base, or from random weights.
+        lora: whether factors of rank 8 are trained, or all weights.
         epsilon: of DP-SGD, for each image, replace-one; None without.
     """
 
     label: str
     steps: int
     rate: float
+    from_base: bool = False
     lora: bool = False
     epsilon: float | None = None
 
 
-PUBLIC = TrainingChoice("the public expert", 1500, 0.004)
-CHOICES = {
-    "whole": TrainingChoice("all weights", 1500, 0.004),
-    "fewer": TrainingChoice("all weights, a fifth of the steps", 300, 0.004),
-    "lora": TrainingChoice("LoRA", 300, 0.004, lora=True),
-    "lora-8": TrainingChoice("LoRA, DP-SGD epsilon 8", 300, 0.004, lora=True, epsilon=8.0),
-    "lora-2": TrainingChoice("LoRA, DP-SGD epsilon 2", 300, 0.004, lora=True, epsilon=2.0),
-}
+def _choices() -> dict[str, TrainingChoice]:
+    ways = {
+        "random": TrainingChoice("all weights, from random weights", _STEPS, _RATE),
+        "base": TrainingChoice("all weights, from the base", _STEPS, _RATE / 2, from_base=True),
+        "lora": TrainingChoice("LoRA, from the base", _STEPS, _RATE, from_base=True, lora=True),
+    }
+    choices = dict[str, TrainingChoice]()
+    for name, way in ways.items():
+        choices[name] = way
+        for share, part in ((5, "fifth"), (10, "tenth")):
+            label = f"{way.label}, a {part} of the steps"
+            choices[f"{name}-{part}"] = replace(way, label=label, steps=_STEPS // share)
+    for name in ("base", "lora"):
+        fewer = choices[f"{name}-fifth"]
+        for epsilon in (8, 2):
+            label = f"{fewer.label}, DP-SGD epsilon {epsilon}"
+            choices[f"{name}-{epsilon}"] = replace(
+                fewer, label=label, rate=_PRIVATE_RATE, epsilon=float(epsilon)
+            )
+    return choices
+
+
+CHOICES = _choices()
+BASE = TrainingChoice("the public base", _STEPS, _RATE)
 
 
 def plan_of(
@@ -63,6 +87,11 @@ def plan_of(
         "weight_decay": 0.01,
         "ema_decay": 0.99,
     }
+    adaptation: dict[str, object] = {"kind": "full"}
+    if choice.lora:
+        adaptation = {"kind": "lora", "rank": 8, "alpha": 8.0}
+    if choice.from_base:
+        adaptation["base"] = BASE_PATH
     expert = {
         "architecture": {
             "kind": "dit",
@@ -71,9 +100,7 @@ def plan_of(
             "depth": 2,
             "heads": 4,
         },
-        "adaptation": {"kind": "lora", "rank": 8, "alpha": 8.0}
-        if choice.lora
-        else {"kind": "full"},
+        "adaptation": adaptation,
         "training": training,
     }
     if choice.epsilon is not None:
@@ -91,6 +118,6 @@ def plan_of(
         "required": True,
         "min_holdout_units": HELD_OUT * 5 // 6,
         "max_near_copy_rate": 0.01,
-        "max_mia_auc": 0.6,
+        "max_mia_auc": MAX_AUC,
     }
     return plan_for(shape, statistics, expert=expert, audit=audit)

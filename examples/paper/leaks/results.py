@@ -3,22 +3,26 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddm.evaluation.intervals import Estimate
 from ddm.protocol.base import Model
 from ddm.system.console import UNBROKEN, table
-from examples.paper.leaks.choices import CHOICES, HELD_OUT
+from examples.paper.leaks.choices import CHOICES, HELD_OUT, MAX_AUC
 from examples.paper.tables.results import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SHOWN = ("auc", "tpr", "copies", "fid", "kid")
 _OF_OUTSIDER = ("outsider_auc", "outsider_tpr")
-_COLOURS = {
-    "whole": "#c8553d",
-    "fewer": "#e0a458",
-    "lora": "#1b6ca8",
-    "lora-8": "#2e8b57",
-    "lora-2": "#7b5ea7",
+_WAYS = {
+    "random": ("all weights, from random weights", "#c8553d"),
+    "base": ("all weights, from the base", "#1b6ca8"),
+    "lora": ("LoRA, from the base", "#2e8b57"),
 }
+_MARKERS = {"": ("all steps", "o"), "fifth": ("a fifth", "s"), "tenth": ("a tenth", "^")}
+_PRIVATE_MARKERS = {"8": ("epsilon 8", "D"), "2": ("epsilon 2", "v")}
 
 
 class LeakCell(Model):
@@ -27,6 +31,7 @@ class LeakCell(Model):
     Attributes:
         choice: a name of `CHOICES`.
         images: that it learned.
+        seed: of these images and of the training.
         steps: of training.
         verdict: of the audit.
         reason: for it.
@@ -43,6 +48,7 @@ class LeakCell(Model):
 
     choice: str
     images: int
+    seed: int
     steps: int
     verdict: str
     reason: str
@@ -64,12 +70,16 @@ def write_report(
     share: float,
 ) -> None:
     """Write everything that was measured by now."""
+    order = list(CHOICES)
+    cells = sorted(cells, key=lambda each: (each.images, order.index(each.choice), each.seed))
     with (out / "leaks.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         bounds = [f"{name}{end}" for name in _SHOWN for end in ("", "_low", "_high")]
         last = ("noise_multiplier", "training_s", "audit_s", "commit", "hardware", "utc")
         figures = [*bounds, *_OF_OUTSIDER]
-        writer.writerow(["dataset", "choice", "images", "steps", "verdict", *figures, *last])
+        writer.writerow(
+            ["dataset", "choice", "images", "seed", "steps", "verdict", *figures, *last]
+        )
         for cell in cells:
             figures_of_cell = [cell.figures[name] for name in _SHOWN]
             values = [
@@ -85,6 +95,7 @@ def write_report(
                     dataset,
                     cell.choice,
                     cell.images,
+                    cell.seed,
                     cell.steps,
                     cell.verdict,
                     *values,
@@ -95,7 +106,8 @@ def write_report(
     _draw(out / "leaks.png", dataset, cells, base)
     head = (
         "images",
-        "trained by",
+        "trained",
+        "seed",
         "verdict",
         "AUC",
         "outsider's AUC",
@@ -108,6 +120,7 @@ def write_report(
         (
             f"{cell.images:,}",
             CHOICES[cell.choice].label,
+            cell.seed,
             cell.verdict,
             _shown(cell.figures["auc"]),
             _value_of_outsider(cell, "outsider_auc")[:5],
@@ -115,7 +128,7 @@ def write_report(
             _shown(cell.figures["fid"], digits=1),
             _shown(cell.figures["kid"], digits=1),
         )
-        for cell in sorted(cells, key=lambda each: (each.images, list(CHOICES).index(each.choice)))
+        for cell in cells
     ]
     page = [
         f"# What an expert remembers: {dataset}",
@@ -125,25 +138,25 @@ def write_report(
         f"    {command}",
         "",
         *([f"All trainings had {share:g} of their steps.", ""] if share != 1 else []),
-        f"The public expert alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",
+        f"The base alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",
         "",
         "```text",
         table(rows, head, width=UNBROKEN),
         "```",
         "",
-        "![AUC of the strongest attack, share of near copies and FID against images](leaks.png)",
+        "![AUC of the strongest attack against FID, one panel for each number of images](leaks.png)",
         "",
     ]
     (out / "README.md").write_text("\n".join(page), "utf-8")
 
 
-_METHOD = """One silo trains on some classes of the data set. The public expert, from which LoRA starts, was trained on
-the other classes. Each expert is audited by the worker's own code, with {held} units held out. AUC and the share of
-members found are those of the strongest attack; near copies are the larger share, by pixels or by features. The
-outsider trains shadows on other images of these classes and shares no code with the audit; its AUC is that of its best
-attack. FID and KID use the features of a small classifier, against test images of the silo's classes. Brackets are 95%
-intervals over units, samples and reference images; each row is one training. `leaks.csv` contains every figure, with
-times and commits."""
+_METHOD = """One silo has images of some classes of the data set. The base learned public images of other classes, or of
+some that the silo has too, but none of the silo's images. Each expert is audited by the worker's own code, with {held}
+units held out. AUC and the share of members found are those of the strongest of the attacks that decide; near copies
+are the larger share, by pixels or by features. The outsider trains shadows on other images of the silo's classes and
+shares no code with the audit; its AUC is that of its best attack. FID and KID use the features of a small classifier,
+against test images of the silo's classes. Brackets are 95% intervals over units, samples and reference images; each row
+is one training. `leaks.csv` contains every figure, with times and commits."""
 
 
 def _value_of_outsider(cell: LeakCell, name: str) -> str:
@@ -169,43 +182,49 @@ def _draw(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), constrained_layout=True)
-    for axis, (name, label) in zip(
-        axes,
-        (("auc", "AUC of the strongest attack"), ("copies", "near copies"), ("fid", "FID")),
-        strict=True,
-    ):
-        for choice, colour in _COLOURS.items():
-            chosen_cells = sorted(
-                (cell for cell in cells if cell.choice == choice), key=lambda each: each.images
-            )
-            if chosen_cells:
-                values = [cell.figures[name] for cell in chosen_cells]
-                low = [
-                    max(figure.value - (figure.value if figure.low is None else figure.low), 0)
-                    for figure in values
-                ]
-                high = [
-                    max((figure.value if figure.high is None else figure.high) - figure.value, 0)
-                    for figure in values
-                ]
-                axis.errorbar(
-                    [cell.images for cell in chosen_cells],
-                    [figure.value for figure in values],
-                    yerr=[low, high],
-                    color=colour,
-                    label=CHOICES[choice].label,
-                    marker="o",
-                    ms=4,
-                    capsize=2.5,
-                )
-        axis.set(xlabel="images of the silo", ylabel=label, xscale="log")
+    nums = sorted({cell.images for cell in cells})
+    figure, axes = plt.subplots(
+        1,
+        len(nums),
+        figsize=(1.5 + 3.2 * len(nums), 4.8),
+        sharey=True,
+        squeeze=False,
+        constrained_layout=True,
+    )
+    for axis, num in zip(axes[0], nums, strict=True):
+        for cell in cells:
+            if cell.images == num:
+                _draw_cell(axis, cell)
+        axis.axvline(base["fid"].value, color="grey", lw=1, ls=":")
+        axis.axhline(0.5, color="grey", lw=1, ls=":")
+        axis.axhline(MAX_AUC, color="grey", lw=1)
+        axis.set(title=f"{num:,} images", xlabel="FID", xscale="log")
         axis.grid(alpha=0.25)
-    axes[0].axhline(0.5, color="grey", lw=1, ls=":")
-    axes[2].axhline(base["fid"].value, color="grey", lw=1, ls=":", label="the public expert")
-    handles, labels = axes[2].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3)
+    axes[0, 0].set_ylabel("AUC of the strongest attack")
+    handles = [
+        Line2D([], [], color=colour, marker="o", ls="", label=label)
+        for label, colour in _WAYS.values()
+    ]
+    handles += [
+        Line2D([], [], color="black", marker=marker, ls="", mfc="none", label=label)
+        for label, marker in (_MARKERS | _PRIVATE_MARKERS).values()
+    ]
+    handles.append(Line2D([], [], color="grey", ls=":", label="the base alone; chance"))
+    handles.append(Line2D([], [], color="grey", label="the plan's limit"))
+    figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=5)
     figure.suptitle(f"What an expert remembers: {dataset}")
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
+
+
+def _draw_cell(axis: "Axes", cell: LeakCell) -> None:
+    way, _, variant = cell.choice.partition("-")
+    colour = _WAYS[way][1]
+    marker = (_MARKERS | _PRIVATE_MARKERS)[variant][1]
+    fid = cell.figures["fid"].value
+    auc = cell.figures["auc"]
+    axis.plot(fid, auc.value, color=colour, marker=marker, ms=6)
+    if auc.low is not None and auc.high is not None:
+        axis.vlines(fid, auc.low, auc.high, color=colour, lw=0.8, alpha=0.6)

@@ -33,10 +33,10 @@ from ddm.training.job import JobFolder, TrainingResult, discard_job
 from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.planned import BaseExpert, PlannedExpert
 from examples.paper.leaks.choices import (
+    BASE,
     CHOICES,
     HELD_OUT,
     MAX_IMAGES,
-    PUBLIC,
     TrainingChoice,
     plan_of,
 )
@@ -55,6 +55,7 @@ _GROUPS = 16
 _DIMS = 32
 _RANK = 8
 _MOST_SAMPLES = 2000
+_TRAININGS = 100  # of one seed at most: the expert, and an outsider's shadows
 _RESULT = ".result.json"  # beside an expert, once it is trained
 
 
@@ -65,8 +66,8 @@ class Data:
     Attributes:
         learned: what silos learn; the first images are those of the smaller silos.
         held: units held out, of the same classes.
-        public: images of other classes, which the public expert learns.
-            test: images of the silo's classes, which nothing was trained on.
+        public: public images that the base learns.
+        test: images of the silo's classes, which nothing was trained on.
     """
 
     learned: Tensor
@@ -75,22 +76,28 @@ class Data:
     test: Tensor
 
     @classmethod
-    def of(cls, world: World, private_classes: tuple[int, ...]) -> "Data":
-        """Divide a data set: the silo has some of its classes, the public expert has seen the others alone."""
+    def of(
+        cls, world: World, private_classes: tuple[int, ...], base_classes: tuple[int, ...]
+    ) -> "Data":
+        """Divide a data set: the silo has images of some classes, and the base learns public images of others."""
 
-        def private(part: Part) -> Tensor:
-            return torch.isin(part.label_N, torch.tensor(private_classes))
+        def of_classes(part: Part, classes: tuple[int, ...]) -> Tensor:
+            return part.images[torch.isin(part.label_N, torch.tensor(classes))]
 
-        public = world.public
-        train = world.train
-        test = world.test
-        held = world.validation.images[private(world.validation)][:HELD_OUT]
         return cls(
-            train.images[private(train)],
-            held,
-            public.images[~private(public)],
-            test.images[private(test)],
+            of_classes(world.train, private_classes),
+            of_classes(world.validation, private_classes)[:HELD_OUT],
+            of_classes(world.public, base_classes),
+            of_classes(world.test, private_classes),
         )
+
+    def learned_by(self, num: int, seed: int) -> Tensor:
+        """Return the images of a silo: others for every seed, as long as there are enough."""
+        return self.learned.roll(-seed * MAX_IMAGES, 0)[:num]
+
+    def others(self, seed: int) -> Tensor:
+        """Return images of the same classes that no silo of this seed learns."""
+        return self.learned.roll(-seed * MAX_IMAGES, 0)[MAX_IMAGES:]
 
 
 def cohort_of(images: Tensor) -> Cohort:
@@ -108,23 +115,25 @@ class Silo:
         workshop: what all silos of the data set share.
         choice: how its expert is trained.
         num: how many images it learns.
+        seed: of its images, and of training.
     """
 
     workshop: "LeakWorkshop"
     choice: TrainingChoice
     num: int
+    seed: int = 0
 
     @cached_property
     def cohort(self) -> Cohort:
         """Its images, those held out last; an image is a unit."""
         data = self.workshop.data
-        return cohort_of(torch.cat([data.learned[: self.num], data.held]))
+        return cohort_of(torch.cat([data.learned_by(self.num, self.seed), data.held]))
 
     @property
     def folder(self) -> Path:
         """Of everything that is kept of it."""
         named = {choice: name for name, choice in CHOICES.items()}
-        return self.workshop.folder / f"{named[self.choice]}-{self.num}"
+        return self.workshop.folder / f"{named[self.choice]}-{self.num}-{self.seed}"
 
     @property
     def file(self) -> Path:
@@ -140,8 +149,10 @@ class Silo:
         if plan.expert.privacy:
             mechanism = paid_mechanisms(plan, units)["expert"]
             paid = mechanism if isinstance(mechanism, DpSgdMechanism) else None
-        base = self.workshop.base if self.choice.lora else None
-        return PlannedExpert(plan, "north", 0, base, Engine(), stops=False, paid=paid)
+        base = self.workshop.base if self.choice.from_base else None
+        return PlannedExpert(
+            plan, "north", self.seed * _TRAININGS, base, Engine(), stops=False, paid=paid
+        )
 
     def train(self) -> float:
         """Train the expert, unless it is there; return the seconds that training took, over all restarts."""
@@ -187,12 +198,12 @@ class Silo:
             num_shadows: trained on images that no silo of the table learns.
         """
         data = self.workshop.data
-        other_images = data.learned[MAX_IMAGES:]
+        other_images = data.others(self.seed)
         if self.expert.paid or len(other_images) < self.num or not num_shadows:
             return ()
         shadows = []
         for number in range(num_shadows):
-            shadow = replace(self.expert, number=1 + number)
+            shadow = replace(self.expert, number=self.expert.number + 1 + number)
             random = torch.Generator().manual_seed(number)
             row_N = torch.randperm(len(other_images), generator=random)[: self.num]
             cohort = cohort_of(other_images[row_N])
@@ -255,18 +266,16 @@ class LeakWorkshop:
 
     @cached_property
     def base(self) -> BaseExpert:
-        """The public expert, trained once."""
+        """The public base, trained once."""
         path = self.folder / "base" / "expert.safetensors"
         images = self.data.public
-        self.train(
-            self.public_expert, cohort_of(images), torch.arange(len(images)), path, PUBLIC.label
-        )
+        self.train(self.base_expert, cohort_of(images), torch.arange(len(images)), path, BASE.label)
         return BaseExpert(path.parent, File.of(path.name, path))
 
     @cached_property
-    def public_expert(self) -> PlannedExpert:
-        """What is trained on the public images."""
-        plan = plan_of(self.world.data.shape, PUBLIC, len(self.data.public), self.share)
+    def base_expert(self) -> PlannedExpert:
+        """The expert that becomes the base."""
+        plan = plan_of(self.world.data.shape, BASE, len(self.data.public), self.share)
         return PlannedExpert(plan, "public", 0, None, Engine())
 
     def train(

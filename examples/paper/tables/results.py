@@ -146,6 +146,10 @@ class Kept:
         except (FileNotFoundError, ValidationError):
             return None
 
+    def all(self, kind: type[Document]) -> list[Document]:
+        """Read everything that was kept."""
+        return [kind.model_validate_json(path.read_bytes()) for path in self.path.glob("*.json")]
+
     def write(self, key: object, document: Model) -> None:
         """Keep a document, whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from examples.paper.tables.data import CONCENTRATION
 from examples.paper.tables.further import (
@@ -34,6 +34,25 @@ _CURVES = ("monolith", "lock(1)")
 _BOUND = "upper bound: the smallest budget reaches it"
 _SEEDS = 3  # the fewest that a target is met with
 _PAPER = 0.72  # FID of the paper's ensemble over its monolith's, 28% lower
+
+
+class Measured(Protocol):
+    """Something measured, and by what."""
+
+    @property
+    def commit(self) -> str:
+        """The code."""
+        ...
+
+    @property
+    def hardware(self) -> str:
+        """The machine, in words."""
+        ...
+
+    @property
+    def utc(self) -> str:
+        """When."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -252,7 +271,7 @@ def _ratio(
         for a, b in pairs
         if b.figures[name_under].value
     ]
-    return _target(figure, target, values, most, [cell for pair in pairs for cell in pair], over)
+    return target_of(figure, target, values, most, [cell for pair in pairs for cell in pair], over)
 
 
 def _private_routers(cells: Cells) -> TableTarget:
@@ -276,7 +295,7 @@ def _private_routers(cells: Cells) -> TableTarget:
         for n in seeds
     ]
     used = [by_seed[seed] for pair in rows for by_seed in pair for seed in seeds]
-    return _target(figure, f"at most {most:g}", values, most, used, f"{private}, over {exact}")
+    return target_of(figure, f"at most {most:g}", values, most, used, f"{private}, over {exact}")
 
 
 def _one_shot(cells: Cells) -> TableTarget:
@@ -347,7 +366,7 @@ def _flops(cells: Cells) -> TableTarget:
         return TableTarget(
             figure, f"at most {most:g}", seeds=len(seeds), met=met, note=note, **_origin(used)
         )
-    target = _target(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
+    target = target_of(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
     if bounds := sum(note == _BOUND for note in notes):
         note = f"{_BOUND}, with {bounds} of {len(seeds)} seeds"
         met = "yes" if target.met == "yes" else "undecided"  # what is at most so much may be less
@@ -381,9 +400,24 @@ def flops_to(curve: Sequence[tuple[float, float]], fid: float) -> tuple[float | 
     return None, "not reached"
 
 
-def _target(
-    figure: str, target: str, values: Sequence[float], most: float, cells: Sequence[Cell], note: str
+def target_of(
+    figure: str,
+    target: str,
+    values: Sequence[float],
+    most: float,
+    cells: Sequence[Measured],
+    note: str,
 ) -> TableTarget:
+    """Return a target with its mean over seeds.
+
+    Args:
+        figure: what is measured.
+        target: what it should be, in words.
+        values: one of each seed.
+        most: the target.
+        cells: those that the values come from.
+        note: which rows these are.
+    """
     if not values:
         return TableTarget(figure, target)
     mean, low, high = spread(values, as_ratios=True)
@@ -400,7 +434,7 @@ def _met(low: float | None, high: float | None, most: float, seeds: int) -> Met:
     return "yes" if high <= most and seeds >= _SEEDS else "undecided"
 
 
-def _origin(cells: Sequence[Cell]) -> dict[str, Any]:
+def _origin(cells: Sequence[Measured]) -> dict[str, Any]:
     last = max(cells, key=lambda cell: cell.utc)
     return {"commit": last.commit, "hardware": last.hardware, "utc": last.utc}
 
