@@ -80,9 +80,9 @@ def _audit(counts: UnitCounts, policy: Policy) -> str:
     if num_holdout:
         return f"measures each expert on {num_holdout} {unit}s held out, before it leaves"
     return (
-        f"CANNOT MEASURE here: it holds out {audit.holdout_share:.0%} of {num_units} {unit}s and needs "
-        f"{audit.min_holdout_units}. For each plan, nothing leaves until a named role signs a waiver (silo waive); "
-        "role and reason are published"
+        f"CANNOT MEASURE here: it needs {audit.min_holdout_units} {unit}s held out, which are more than "
+        f"{audit.max_holdout_share:.0%} of {num_units}. For each plan, nothing leaves until a named role signs a "
+        "waiver (silo waive); role and reason are published"
     )
 
 

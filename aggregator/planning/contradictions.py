@@ -176,12 +176,12 @@ def _audit_that_cannot_measure(drafted: DraftedPlan) -> Iterator[Finding]:
     held_out = {}
     for silo_id, card in drafted.cards.items():
         own_audit = card.limits.audit
-        num_held_out = int(own_audit.holdout_share * units[silo_id])
-        if num_held_out < max(audit.min_holdout_units, own_audit.min_holdout_units):
+        num_held_out = own_audit.num_holdout_units(units[silo_id])
+        if num_held_out < audit.min_holdout_units:
             held_out[silo_id] = num_held_out
     if not held_out:
         return
-    sizes = [f"{silo_id} holds out at most {num}" for silo_id, num in held_out.items()]
+    sizes = [f"{silo_id} holds out {num} of {units[silo_id]}" for silo_id, num in held_out.items()]
     yield Finding(
         "audit.min_holdout_units",
         expected=f"at least {audit.min_holdout_units} {drafted.plan.statistics.unit}s held out at each silo",

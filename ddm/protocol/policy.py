@@ -53,8 +53,9 @@ class AuditLimits(Model):
     Attributes:
         required: whether a plan must require it.
         holdout_share: of the units (patients or images), held out of every plan's training to compare with.
-        min_holdout_units: where the share is fewer, nothing is held out, and the audit is inconclusive; a plan must
-            need as many.
+        min_holdout_units: fewest that are held out; a plan must need as many. Where even `max_holdout_share` is fewer,
+            nothing is held out, and the audit is inconclusive.
+        max_holdout_share: of the units, the most that are held out to reach `min_holdout_units`.
         max_mia_auc: the largest that a plan may let pass, as are the next two.
         max_mia_tpr: see `ddm.protocol.limits.Audit`.
         max_near_copy_rate: the same.
@@ -64,9 +65,20 @@ class AuditLimits(Model):
     holdout_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
     # 300 units give an AUC to within 0.05 and three false positives at 1% (ADR 0054).
     min_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 300
+    max_holdout_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.25
     max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)] = 0.6
     max_mia_tpr: Share = 0.1
     max_near_copy_rate: Share = 0.01
+
+    def num_holdout_units(self, num_units: int) -> int:
+        """Return how many of a site's units are held out: the share, or as many as an audit needs, or none."""
+        share_of_units = int(self.holdout_share * num_units)
+        if share_of_units >= self.min_holdout_units:
+            return share_of_units
+        most = int(self.max_holdout_share * num_units)
+        if self.holdout_share > 0 and most >= self.min_holdout_units:
+            return self.min_holdout_units
+        return 0
 
 
 class PolicyLimits(Model):

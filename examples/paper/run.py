@@ -58,6 +58,13 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--dataset", choices=get_args(DatasetName), required=True)
     parser.add_argument("--data", type=Path, help="files of the data set; digits need none")
     parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="NPZ",
+        help="images of another origin, which the public base of table 11 learns; by default, public images of three "
+        "classes of Fashion-MNIST",
+    )
+    parser.add_argument(
         "--preset",
         choices=get_args(PresetName),
         required=True,
@@ -127,6 +134,8 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> int:
     if given.out.exists() and not given.out.is_dir():
         raise SetupError("--out", expected="a folder, or none yet", got=f"the file {given.out}")
     world = read_world(given.dataset, given.data)
+    if given.base is not None:
+        world = world.with_base(given.base)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
     known = tables(preset)
     rows = rows_named([row for number in given.tables for row in known[number].rows], given.row)

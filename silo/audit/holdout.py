@@ -15,13 +15,12 @@ from silo.data.cohort import Cohort
 
 
 def num_holdout_units(num_units: int, policy: Policy) -> int:
-    """Return how many units are held out: a share of them, or none where that is too few to measure anything.
+    """Return how many units are held out; none where that is too few to measure anything.
 
     A site also holds nothing out where fewer units than `training.min_images` would be left to learn from.
     """
     audit = policy.audit
-    share_of_units = int(audit.holdout_share * num_units)
-    num_holdout = min(share_of_units, audit.max_holdout_units)
+    num_holdout = min(audit.num_holdout_units(num_units), audit.max_holdout_units)
     num_learned = num_units - num_holdout
     if num_holdout < audit.min_holdout_units or num_learned < policy.training.min_images:
         return 0

@@ -1,9 +1,13 @@
 """Table 11: who trains on which images, which rate they take, and how often weights travel."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from ddm.errors import SetupError
+from ddm.errors import DataError, SetupError
+from examples.paper.bases import squares_of_photographs
 from examples.paper.tables.data import World, read_world
 from examples.paper.tables.joining import JOINING, PUBLIC, RANDOM, ensemble, joining, pooled
 from examples.paper.tables.lab import num_messages
@@ -123,3 +127,25 @@ def test_targets_compare_the_rows_that_they_name() -> None:
     over_alone = reached["FID of the ensemble over that of the mean silo alone, whole budgets"]
     assert over_alone.value == pytest.approx(1 / 11) and over_alone.met == "yes"
     assert named("100 rounds").value is None
+
+
+def test_public_base_learns_the_images_of_another_origin_where_a_file_names_them(
+    world: World, tmp_path: Path
+) -> None:
+    path = tmp_path / "others.npz"
+    np.savez(path, images=np.full((5, 8, 8), 255, dtype=np.uint8), labels=np.zeros(5, dtype=int))
+    other = world.with_base(path)
+    part = images_of(other, PUBLIC_BASE.images, seed=0)
+    assert len(part) == 5 and bool((part.images == 1.0).all())
+    # What was measured with one base is not taken for another's.
+    assert other.name.startswith("digits, base others (") and other.name != world.name
+    np.savez(path, images=np.zeros((5, 9, 9), dtype=np.uint8), labels=np.zeros(5, dtype=int))
+    with pytest.raises(DataError, match=r"images of shape \(1, 8, 8\)"):
+        world.with_base(path)
+
+
+def test_photographs_are_cut_into_different_squares() -> None:
+    squares = squares_of_photographs(6)
+    assert squares.shape == (6, 28, 28)
+    assert len({square.tobytes() for square in squares}) == 6
+    assert all(square.std() > 0 for square in squares)

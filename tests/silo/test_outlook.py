@@ -20,12 +20,12 @@ def test_site_below_min_images_is_told_so() -> None:
     assert "TOO FEW" not in rows_for(UnitCounts(300, 300), Policy())["training"]
 
 
-@pytest.mark.parametrize("num_patients", [2999, 3000])
+@pytest.mark.parametrize("num_patients", [1199, 1200])
 def test_site_is_told_whether_the_audit_can_measure_there(num_patients: int) -> None:
     policy = Policy()
     row = rows_for(UnitCounts(9000, num_patients), policy)["leak audit"]
     assert ("CANNOT MEASURE" in row) == (num_holdout_units(num_patients, policy) == 0)
-    assert ("CANNOT MEASURE" in row) == (num_patients < 3000)
+    assert ("CANNOT MEASURE" in row) == (num_patients < 1200)
 
 
 def test_audit_counts_the_units_that_the_site_protects() -> None:

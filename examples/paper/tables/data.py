@@ -1,6 +1,6 @@
 """The data sets of the tables, split once: into training, public, validation and test images."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from ddm.errors import DataError, MissingFileError, SetupError
 from ddm.images.idx import labels_beside, read_idx
 from ddm.images.npz import npz_names, read_array
 from ddm.io.files import require_file
+from ddm.protocol.base import sha256_hex
 from ddm.protocol.data import DataSpec
 
 # Shape legend: N images, S silos.
@@ -55,6 +56,7 @@ class World:
         public: what the classifier and the second feature space are fitted on.
         validation: what rates are chosen on.
         test: what figures are taken against, and nothing else.
+        base: images of another origin, which the public base of table 11 learns; None for public images.
     """
 
     name: str
@@ -62,6 +64,24 @@ class World:
     public: Part
     validation: Part
     test: Part
+    base: Part | None = None
+
+    def with_base(self, path: Path) -> "World":
+        """Return it with a file's images as those of the public base; the name says which.
+
+        Raises:
+            MissingFileError, DataError: no such file, or images of another shape.
+        """
+        part = _npz(path)
+        expected = self.train.images.shape[1:]
+        if part.images.shape[1:] != expected:
+            raise DataError(
+                path.name,
+                expected=f"images of shape {tuple(expected)}",
+                got=f"{tuple(part.images.shape[1:])}",
+            )
+        digest = sha256_hex(part.images.numpy().tobytes())
+        return replace(self, name=f"{self.name}, base {path.stem} ({digest[:8]})", base=part)
 
     @property
     def data(self) -> DataSpec:

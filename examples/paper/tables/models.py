@@ -211,11 +211,13 @@ def images_of(world: World, images: Images, seed: int) -> Part:
     """Return what a dense model is trained on.
 
     Raises:
-        SetupError: the data set has no public image of these classes.
+        SetupError: the data set has no public image of these classes, and there are none of another origin.
     """
     match images:
         case AllImages():
             return world.train
+        case PublicImages() if world.base is not None:
+            return world.base
         case PublicImages():
             part = world.public.at(torch.isin(world.public.label_N, torch.tensor(images.classes)))
             if not len(part):
@@ -223,6 +225,7 @@ def images_of(world: World, images: Images, seed: int) -> Part:
                     "the public base",
                     expected=f"public images of the classes {images.classes}",
                     got=f"a data set of {world.num_classes} classes",
+                    remedy="Name images of another origin: --base FILE.npz.",
                 )
             return part
         case SiloImages():

@@ -202,11 +202,11 @@ def test_gpu_hours_below_those_of_the_fastest_gpu_are_a_warning_and_none_stated_
 
 def test_audit_that_a_silo_cannot_decide_is_a_warning_that_names_the_silo() -> None:
     fields = document()
-    fields["agreed"]["west"] = {"images": 2048, "patients": None}
+    fields["agreed"]["west"] = {"images": 1024, "patients": None}
     finding = only(drafted(fields))
     assert finding.subject == "audit.min_holdout_units" and finding.level == "warn"
-    assert "west holds out at most 204" in finding.got and "silo waive" in finding.remedy
-    assert levels(drafted(fields, audit={"holdout_share": 0.2})) == {}
+    assert "west holds out 0 of 1024" in finding.got and "silo waive" in finding.remedy
+    assert levels(drafted(fields, audit={"max_holdout_share": 0.4})) == {}
 
 
 def test_delta_that_would_allow_to_publish_a_unit_is_a_warning() -> None:

@@ -226,10 +226,14 @@ def test_all_images_of_a_patient_are_held_out_or_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num", "terms", "expected"),
     [
-        (3000, {}, 300),
-        (2999, {}, 0),
+        (3010, {}, 301),
+        (2999, {}, 300),
+        (1200, {}, 300),
+        (1199, {}, 0),
+        (2999, {"max_holdout_share": 0.1}, 0),
         (50_000, {}, 1000),
         (3000, {"holdout_share": 0.0}, 0),
+        (500, {"min_holdout_units": 125}, 125),
         (400, {"holdout_share": 0.5, "min_holdout_units": 50}, 0),  # fewer than 300 would be left
         (700, {"holdout_share": 0.5, "min_holdout_units": 50}, 350),
     ],
