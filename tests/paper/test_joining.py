@@ -9,7 +9,7 @@ import torch
 from ddm.errors import DataError, SetupError
 from examples.paper.bases import squares_of_photographs
 from examples.paper.tables.data import World, read_world
-from examples.paper.tables.joining import JOINING, PUBLIC, RANDOM, ensemble, joining, pooled
+from examples.paper.tables.joining import JOINING, PUBLIC, RANDOM, SEEDED, ensemble, joining, pooled
 from examples.paper.tables.lab import num_messages
 from examples.paper.tables.models import images_of
 from examples.paper.tables.presets import preset_for
@@ -81,6 +81,16 @@ def test_models_that_start_alike_share_a_rate_which_is_chosen_from_the_public_ba
     assert len({kind_of(source, PRESET) for source in (averaged, from_base)}) == 2
 
 
+def test_islands_from_a_seed_take_equal_operations_and_a_rate_of_their_own() -> None:
+    (row,) = [row for row in joining(PRESET).rows if row.label == SEEDED]
+    islands = row.source
+    assert isinstance(islands, Experts) and isinstance(islands.start, Monolith)
+    assert islands.budget + islands.start.budget == 1.0
+    assert kind_of(islands, PRESET) == "islands, batch 2, from a seed"
+    shorter = tuned_as(islands, PRESET)
+    assert shorter == islands.model_copy(update={"budget": PRESET.tuning * islands.budget})
+
+
 def test_base_travels_to_every_silo_and_one_from_within_comes_from_one() -> None:
     first_round = FirstRound(experts=SILOS)
     starts = {None: 8, PUBLIC_BASE: 16, LARGEST: 17, first_round: 24}
@@ -91,7 +101,9 @@ def test_base_travels_to_every_silo_and_one_from_within_comes_from_one() -> None
 def test_all_models_of_the_table_have_their_own_folders() -> None:
     rows = joining(PRESET).rows
     assert len({row.label for row in rows}) == len(rows)
-    assert len({row.source.model_dump_json() for row in rows}) == len(rows)
+    # The best batch is chosen from the same source as one row of a fixed batch.
+    fixed = [row for row in rows if not row.best]
+    assert len({row.source.model_dump_json() for row in fixed}) == len(fixed) == len(rows) - 1
 
 
 def test_targets_compare_the_rows_that_they_name() -> None:

@@ -26,6 +26,13 @@ def pooled(start: str) -> str:
     return f"pooled, from {start}"
 
 
+BEST_POOLED = "pooled, the best batch, from random weights"
+ISLANDS = "one owner: islands of clusters, from random weights"
+SEEDED = "one owner: islands of clusters, from a seed inside the budget"
+_SEED_SHARE = 0.25
+_SMALLER_BATCHES = 4  # with which islands of clusters are best, see table 1
+
+
 def ensemble(concentration: float, start: str, *, whole: bool = False) -> str:
     """Name the row of an ensemble of silos."""
     budget = "whole budgets" if whole else "equal FLOPs"
@@ -46,6 +53,7 @@ def joining(preset: Preset) -> Table:
     for concentration in (CONCENTRATION, FEWER_CLASSES):
         rows += _equal_flops(preset, concentration)
         rows += _whole_budgets(preset, concentration)
+    rows += _one_owner(preset)
     columns = (
         "fid",
         "recall",
@@ -69,7 +77,9 @@ def joining(preset: Preset) -> Table:
         "images of three classes (trousers, sneakers and bags). Learning rates of models that "
         "start from a base were chosen for silos that start from the public base. FedAvg runs in one process with "
         "Flower's mean. Its bytes, and those of the ensemble, are those of the weights, without messages and "
-        "documents; table 8 counts bytes on the wire."
+        "documents; table 8 counts bytes on the wire. Islands of one owner are feature clusters with a quarter of the "
+        f"batch and four times the steps. A seed takes {_SEED_SHARE:g} of the operations, on all images; the islands "
+        "take the others. The best batch of the pooled model was chosen on validation images."
     )
     return Table(JOINING, "What joining brings", columns, rows, note)
 
@@ -105,6 +115,18 @@ def _equal_flops(preset: Preset, concentration: float) -> list[Row]:
             label = averaging(concentration, rounds, start)
             rows.append(Row(table=JOINING, label=label, source=source))
     return rows
+
+
+def _one_owner(preset: Preset) -> list[Row]:
+    """Rows of one owner, who has all images: equal operations in all, those of the seed included."""
+    seed = Monolith(budget=_SEED_SHARE, updates=_SMALLER_BATCHES)
+    islands = Experts(num=preset.num_islands, updates=_SMALLER_BATCHES)
+    seeded = islands.model_copy(update={"budget": 1 - _SEED_SHARE, "start": seed})
+    return [
+        Row(table=JOINING, label=BEST_POOLED, source=Monolith(), best=True),
+        Row(table=JOINING, label=ISLANDS, source=islands),
+        Row(table=JOINING, label=SEEDED, source=seeded),
+    ]
 
 
 def _whole_budgets(preset: Preset, concentration: float) -> list[Row]:

@@ -349,7 +349,7 @@ class Lab:
         if isinstance(source, Federated):
             figures["rounds"] = source.rounds
             figures["bytes"] = 2 * source.rounds * source.num * num_bytes
-        if isinstance(source, Experts):
+        if isinstance(source, Experts) and source.partition == "silos":
             figures["rounds"] = 1 if source.start in (None, PUBLIC_BASE) else 2
             figures["bytes"] = num_messages(source) * num_bytes
             if source.whole:

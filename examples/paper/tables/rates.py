@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from math import inf
+from typing import TypeGuard
 
 from ddm.errors import NumericalError
 from ddm.protocol.architecture import RATE_TIMES_WIDTH
@@ -31,6 +32,8 @@ def kind_of(source: Trained, preset: Preset) -> str:
         # Every silo trains as a monolith does.
         start = PUBLIC_BASE if source.start else None
         return kind_of(Monolith(start=start), preset)
+    if _is_seeded(source):
+        return f"islands, batch {batch // source.num}, from a seed"
     if _start_of(source) is not None:
         rounds = f", {source.rounds} rounds" if isinstance(source, Federated) else ""
         return f"{source.kind}{rounds}, from a base"
@@ -58,11 +61,20 @@ def _start_of(source: Trained) -> Monolith | FirstRound | None:
     return source.start
 
 
+def _is_seeded(source: Trained) -> TypeGuard[Experts]:
+    """Whether these are islands of one owner that start from a seed."""
+    is_of_islands = isinstance(source, Experts) and source.partition == "clusters"
+    return is_of_islands and _start_of(source) is not None
+
+
 def tuned_as(source: Trained, preset: Preset) -> Trained:
     """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget.
 
-    Those that start from a base take the rate of silos that start from public images of other classes.
+    Those that start from a base take the rate of silos that start from public images of other classes, and islands that
+    start from a seed that of a shorter training from the same seed.
     """
+    if _is_seeded(source):
+        return source.model_copy(update={"budget": preset.tuning * source.budget})
     start = PUBLIC_BASE if _start_of(source) else None
     if isinstance(source, Experts) and source.whole:
         return Monolith(budget=preset.tuning, start=start)

@@ -16,10 +16,12 @@ from examples.paper.tables.further import (
     STUDENT,
 )
 from examples.paper.tables.joining import (
+    BEST_POOLED,
     JOINING,
     LARGEST,
     PUBLIC,
     RANDOM,
+    SEEDED,
     averaging,
     ensemble,
     pooled,
@@ -157,6 +159,13 @@ def _joining(cells: Cells) -> list[TableTarget]:
             cells,
             by_start[LARGEST],
             by_start[RANDOM],
+        ),
+        _ratio(
+            "FID of one owner's islands from a seed inside the budget over that of pooled training, best batch",
+            0.8,
+            cells,
+            SEEDED,
+            BEST_POOLED,
         ),
         _ratio(alone, 0.1, cells, whole[RANDOM], whole[RANDOM], name="fid", name_under="alone_fid"),
         _ratio(
