@@ -370,7 +370,8 @@ def _expert_rows(draft: "Draft", cost: "Cost") -> Iterator[Row]:
     if plan.audit.required:
         ratio = cost.audit_s / cost.train_s
         share = f"{ratio:.0%} of the training" if ratio < 2 else "longer than the training"
-        yield ("leak audit", f"about {human_seconds(cost.audit_s)} a silo, {share}")
+        duration = human_seconds(cost.audit_s)
+        yield ("leak audit", f"about {duration} a silo that holds out enough units, {share}")
     yield from _device_rows(cost)
     yield (
         "  disk of a silo",

@@ -145,7 +145,10 @@ def test_shown_costs_name_the_leak_audit_and_its_share_of_the_training(
     expert["training"] |= {"num_steps": 100_000}
     audit = {"required": True, "min_holdout_units": 300}
     long_training = shown(published_once.tiny, tmp_path / "long", expert=expert, audit=audit)
-    (row,) = re.findall(r"leak audit +about .* a silo, (\d+)% of the training", long_training)
+    (row,) = re.findall(
+        r"leak audit +about .* a silo that holds out enough units, (\d+)% of the training",
+        long_training,
+    )
     # Batches of 8: what gives a verdict at all is more than a tenth, and the rest is kept within a quarter.
     assert 10 < int(row) <= 25
     unaudited = shown(published_once.tiny, tmp_path / "none", audit={"required": False})

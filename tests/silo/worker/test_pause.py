@@ -19,6 +19,7 @@ from ddm.system.console import run_app
 from ddm.system.processes import program
 from ddm.training.progress import Progress
 from ddm.training.state import TrainingState
+from silo.audit.holdout import num_holdout_units
 from silo.cli import app
 from silo.config import Site
 from silo.plan.acceptance import load_accepted
@@ -234,6 +235,11 @@ def test_status_command_estimates_time_memory_and_disk_until_training_begins(
     assert estimate["disk_bytes"] > expert_bytes(plan)
     assert [*estimate["times"]][1:] == [device.name for device in DEVICES]
     assert all(duration["train_s"] > 0 for duration in estimate["times"].values())
+    # Where too few units are held out, no audit runs.
+    num_units = plan.agreed[SILO].units(plan.statistics.unit)
+    is_audited = num_holdout_units(num_units, site.policy()) >= plan.audit.min_holdout_units
+    assert all((duration["audit_s"] > 0) == is_audited for duration in estimate["times"].values())
+    assert not is_audited
     save_state(state_path(site.private), tiny.work(SILO, until="training"))
     assert shown()["estimate"] is None
 
