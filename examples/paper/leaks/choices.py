@@ -15,6 +15,8 @@ DELTA = 1e-5
 _PATCHES = 4  # along either side, whatever the resolution: 16 tokens
 _DRAWS = 2
 _STEPS = 1500
+_FEWEST = 30
+_PARTS = ((5, "fifth"), (10, "tenth"), (_FEWEST, "thirtieth"))
 _RATE = 0.004
 _PRIVATE_RATE = 0.004
 
@@ -49,7 +51,10 @@ def _choices() -> dict[str, TrainingChoice]:
     choices = dict[str, TrainingChoice]()
     for name, way in ways.items():
         choices[name] = way
-        for share, part in ((5, "fifth"), (10, "tenth")):
+        for share, part in _PARTS:
+            if share == _FEWEST and not way.from_base:
+                # From random weights so few steps give noise.
+                continue
             label = f"{way.label}, a {part} of the steps"
             choices[f"{name}-{part}"] = replace(way, label=label, steps=_STEPS // share)
     for name in ("base", "lora"):

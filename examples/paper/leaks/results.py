@@ -21,7 +21,12 @@ _WAYS = {
     "base": ("all weights, from the base", "#1b6ca8"),
     "lora": ("LoRA, from the base", "#2e8b57"),
 }
-_MARKERS = {"": ("all steps", "o"), "fifth": ("a fifth", "s"), "tenth": ("a tenth", "^")}
+_MARKERS = {
+    "": ("all steps", "o"),
+    "fifth": ("a fifth", "s"),
+    "tenth": ("a tenth", "^"),
+    "thirtieth": ("a thirtieth", "P"),
+}
 _PRIVATE_MARKERS = {"8": ("epsilon 8", "D"), "2": ("epsilon 2", "v")}
 
 

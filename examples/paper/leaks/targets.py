@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from examples.paper.leaks.choices import CHOICES
 from examples.paper.leaks.results import LeakCell
 from examples.paper.tables.results import spread
 from examples.paper.tables.targets import TableTarget, target_of
 
 NUM_IMAGES = 1000
 _FROM_SCRATCH = "random"
-_WAYS = ("base", "base-fifth", "base-tenth", "lora", "lora-fifth", "lora-tenth")
+_WAYS = tuple(
+    name for name, choice in CHOICES.items() if choice.from_base and choice.epsilon is None
+)
 _PRIVATE_WAYS = ("base-8", "lora-8")
 _MOST_RATIO = 1.5
 _MOST_PRIVATE_FID = 109.0  # a third of 328, without a base of related images
