@@ -157,7 +157,8 @@ class Ensemble:
 
     Raises:
         ShapeError: the prior, the names or the router are for another number of experts, or are none.
-        MathError: a `chunk_size` below 1, or a dtype that experts are not sampled in.
+        MathError: a `chunk_size` or a length in `shape` below 1, a dtype that experts are not sampled in, or a
+            `value_range` in the wrong order.
     """
 
     experts: Experts
@@ -190,9 +191,16 @@ class Ensemble:
             )
         if not isinstance(self.path, Path):
             raise MathError("path", expected="a path, such as LinearPath()", got=repr(self.path))
-        if not isinstance(self.shape, Sequence):
+        if isinstance(self.shape, str) or not isinstance(self.shape, Sequence):
             raise ShapeError(
                 "shape", expected="whole numbers, such as (1, 28, 28)", got=repr(self.shape)
+            )
+        for length in self.shape:
+            whole_number(length, "shape", least=1)
+        lowest, highest = self.value_range
+        if not lowest < highest:
+            raise MathError(
+                "value_range", expected="the lowest value first", got=repr(self.value_range)
             )
         # For its checks: every use of the prior begins with them, and here they fail where it is written.
         log_prior(self.prior, len(self.experts))
@@ -200,6 +208,10 @@ class Ensemble:
             got = f"{len(self.expert_ids)} names"
             raise ShapeError(
                 "expert_ids", expected=f"one name for each of {len(self.experts)} experts", got=got
+            )
+        if len(set(self.expert_ids)) < len(self.expert_ids):
+            raise ShapeError(
+                "expert_ids", expected="different names", got=", ".join(self.expert_ids)
             )
         if self.router and self.router.num_experts != len(self.experts):
             got = f"a router of {self.router.num_experts} experts"
@@ -394,6 +406,8 @@ class Ensemble:
         log = ProvenanceLog(mixture.active_K, num_samples, max_changes)
         chunk_size = self._samples_in_flight(num_moves)
         if callback is not None:
+            if not callable(callback):
+                raise MathError("callback", expected="a function", got=repr(callback))
             # It sees all samples after each step.
             chunk_size = num_samples
         resolved_seed = resolve_seed(seed, options.generator, options.seeds, num_samples)

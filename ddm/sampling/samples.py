@@ -48,6 +48,8 @@ class Samples:
     value_range: tuple[float, float] = (-1.0, 1.0)
 
     def __repr__(self) -> str:
+        if not len(self.expert_N):
+            return f"Samples of shape {tuple(self.images.shape)}"
         shares = ", ".join(f"{share:.2f}" for share in self.shares[:8])
         if self.num_experts > 8:
             shares += ", ..."
@@ -107,7 +109,7 @@ class Samples:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of the samples that each expert accounts for; to be compared with the prior."""
+        """The share of the samples of each expert, to be compared with the prior; NaN without samples."""
         counts_K = torch.bincount(self.expert_N, minlength=self.num_experts).double()
         share_K = counts_K / counts_K.sum()
         return tuple(share_K.tolist())

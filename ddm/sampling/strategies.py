@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 from math import inf
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddm.errors import MathError
@@ -103,9 +103,9 @@ class Lock(Strategy):
     prefix: Prefix = "sample"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.t_lock <= 1 or self.prefix not in ("sample", "full"):
+        if not _is_share(self.t_lock) or self.prefix not in ("sample", "full"):
             expected = "t_lock in [0, 1] and the prefix sample or full"
-            got = f"t_lock={self.t_lock} and prefix={self.prefix!r}"
+            got = f"t_lock={self.t_lock!r} and prefix={self.prefix!r}"
             raise MathError("lock", expected=expected, got=got)
 
     @property
@@ -140,8 +140,8 @@ class TopK(Strategy):
     k: int = 2
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise MathError("top-k", expected="at least 1 expert", got=str(self.k))
+        if not isinstance(self.k, Integral) or self.k < 1:
+            raise MathError("top-k", expected="at least 1 expert", got=repr(self.k))
 
     def step_rule(self, t: float, t_before: float) -> StepRule:
         """See `Strategy.step_rule`."""
@@ -176,9 +176,9 @@ class Nucleus(Strategy):
     mass: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 < self.mass <= 1:
+        if not _is_share(self.mass) or self.mass == 0:
             expected = "a probability above 0, at most 1"
-            raise MathError("nucleus", expected=expected, got=str(self.mass))
+            raise MathError("nucleus", expected=expected, got=repr(self.mass))
 
     def step_rule(self, t: float, t_before: float) -> StepRule:
         """See `Strategy.step_rule`."""
@@ -207,8 +207,8 @@ class Threshold(Strategy):
     least: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least <= 1:
-            raise MathError("threshold", expected="a probability in [0, 1]", got=str(self.least))
+        if not _is_share(self.least):
+            raise MathError("threshold", expected="a probability in [0, 1]", got=repr(self.least))
 
     def step_rule(self, t: float, t_before: float) -> StepRule:
         """See `Strategy.step_rule`."""
@@ -258,6 +258,11 @@ def strategy_named(name: str, **settings: Any) -> Strategy:
             raise MathError(f"strategy {name}", expected=expected, got=f"{setting}={value!r}")
         fields[strategy.settings[setting]] = value
     return strategy(**fields)
+
+
+def _is_share(value: object) -> bool:
+    """Whether it is a number in [0, 1]."""
+    return isinstance(value, Real) and 0 <= float(value) <= 1
 
 
 def resolve_strategy(strategy: str | Strategy, tau: float | None) -> Strategy:

@@ -431,6 +431,39 @@ def test_arguments_out_of_range_are_refused() -> None:
     assert strategy_named("lock", tau=0.4, prefix="full") == Lock(0.4, "full")
 
 
+@pytest.mark.parametrize(
+    ("subject", "changes"),
+    [
+        ("shape", {"shape": "ab"}),
+        ("shape", {"shape": (0,)}),
+        ("expert_ids", {"expert_ids": ("a", "b", "a", "c")}),
+        ("value_range", {"value_range": (1.0, -1.0)}),
+    ],
+)
+def test_ensemble_is_refused_when_its_facts_make_no_sense(
+    subject: str, changes: dict[str, object]
+) -> None:
+    with pytest.raises(MathError) as caught:
+        exact(**changes)
+    assert caught.value.subject == subject
+
+
+def test_settings_that_are_no_numbers_are_refused_by_name() -> None:
+    for build in (
+        lambda: Lock("0.5"),  # type: ignore[arg-type]
+        lambda: TopK(1.5),  # type: ignore[arg-type]
+        lambda: Nucleus("all"),  # type: ignore[arg-type]
+        lambda: exact().sample(2, strategy="lock", tau="x"),  # type: ignore[arg-type]
+        lambda: exact().sample(2, callback=3),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(MathError):
+            build()
+
+
+def test_no_samples_have_no_shares() -> None:
+    assert "nan" not in repr(exact().sample(4)[0:0])
+
+
 def test_mixing_is_refused_when_weights_and_velocities_disagree() -> None:
     with pytest.raises(ShapeError):
         mix_velocity(
