@@ -126,4 +126,5 @@ def _figures(findings: MeasuredLeaks, limits: Audit) -> list[_LimitedFigure]:
 
 
 def _in_words(estimate: Estimate) -> str:
-    return f"{estimate.value:.3g} ({estimate.low:.3g} to {estimate.high:.3g})"
+    # Four digits: a limit of 0.6 and an end of 0.6004 must not look alike.
+    return f"{estimate.value:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"

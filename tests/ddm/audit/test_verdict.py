@@ -40,6 +40,15 @@ GOOD = MeasuredLeaks(
 )
 
 
+def test_end_of_an_interval_just_above_the_limit_does_not_look_like_it() -> None:
+    auc = Estimate(0.554, 0.508, 0.6004)
+    attack = replace(seen(0.5).deciding[0], auc=auc)
+    verdict, reason = judge(
+        replace(GOOD, membership=replace(seen(0.5), deciding=(attack,))), LIMITS
+    )
+    assert verdict == "inconclusive" and "0.6004" in reason
+
+
 def test_expert_within_all_limits_passes() -> None:
     assert judge(GOOD, LIMITS)[0] == "pass"
 
