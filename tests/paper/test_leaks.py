@@ -135,13 +135,12 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
         "made",
         [cell("lora", 300, 0.6), cell("random", 100, 0.9)],
         estimate,
-        "the command",
         0.5,
     )
     page = (tmp_path / "README.md").read_text("utf-8")
     assert (
         page.index("all weights, from random") < page.index("LoRA, from")
-        and "the command" in page
+        and "--dataset made" in page
         and "0.5 of their steps" in page
     )
     assert "0.900 [0.850, 0.950]" in page

@@ -21,7 +21,7 @@ from examples.paper.leaks.site import Data, LeakWorkshop, Silo
 from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.clock import ended
 from examples.paper.tables.data import read_world
-from examples.paper.tables.results import Figure, Kept, command_of, commit, hardware, utc
+from examples.paper.tables.results import Figure, Kept, commit, hardware, utc
 from examples.paper.tables.targets import write_targets
 from silo.audit.document import ExpertAudit
 
@@ -70,12 +70,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    return ended(
-        lambda: run(arguments, command_of("examples.paper.leaks", sys.argv[1:])), arguments.out
-    )
+    return ended(lambda: run(arguments), arguments.out)
 
 
-def run(asked: argparse.Namespace, command: str) -> None:
+def run(asked: argparse.Namespace) -> None:
     """Measure what was asked for, and write the page after each."""
     world = read_world(asked.dataset, asked.data)
     data = Data.of(world, PRIVATE_CLASSES[asked.dataset], BASE_CLASSES[asked.dataset])
@@ -99,7 +97,7 @@ def run(asked: argparse.Namespace, command: str) -> None:
                 f"{cell.training_s:.0f} s and {cell.audit_s:.0f} s of audit"
             )
         cells = kept.all(LeakCell)
-        write_report(asked.out, asked.dataset, cells, of_base, command, asked.scale)
+        write_report(asked.out, asked.dataset, cells, of_base, asked.scale)
         write_targets(asked.out / "targets.csv", leak_targets(cells))
     say(f"Written: {asked.out / 'README.md'}")
 

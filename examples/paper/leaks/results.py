@@ -71,7 +71,6 @@ def write_report(
     dataset: str,
     cells: Sequence[LeakCell],
     base: Mapping[str, Estimate],
-    command: str,
     share: float,
 ) -> None:
     """Write everything that was measured by now."""
@@ -140,7 +139,9 @@ def write_report(
         "",
         _METHOD.format(held=HELD_OUT),
         "",
-        f"    {command}",
+        f"    python -m examples.paper.leaks --dataset {dataset} --data PATH --out DIR",
+        "",
+        "`--images`, `--choices` and `--seeds` limited the runs: rows that are missing were not measured.",
         "",
         *([f"All trainings had {share:g} of their steps.", ""] if share != 1 else []),
         f"The base alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",

@@ -224,7 +224,7 @@ def commit() -> str:
 
 def command_of(module: str, words: Sequence[str], *, left_out: str = "") -> str:
     """Return the command that was typed, without where files lie on this machine, and without one option."""
-    named = {"--data": "DATA", "--out": "DIR", "--published": "PUBLISHED"}
+    named = {"--data": "DATA", "--out": "DIR", "--published": "PUBLISHED", "--base": "BASE"}
     apart = [
         part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])
     ]
