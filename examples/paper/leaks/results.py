@@ -27,6 +27,7 @@ _MARKERS = {
     "tenth": ("a tenth", "^"),
     "thirtieth": ("a thirtieth", "P"),
 }
+_FID_TICKS = (40, 60, 100, 150)
 _PRIVATE_MARKERS = {"8": ("epsilon 8", "D"), "2": ("epsilon 2", "v")}
 
 
@@ -189,6 +190,7 @@ def _draw(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import NullFormatter
 
     nums = sorted({cell.images for cell in cells})
     figure, axes = plt.subplots(
@@ -207,6 +209,8 @@ def _draw(
         axis.axhline(0.5, color="grey", lw=1, ls=":")
         axis.axhline(MAX_AUC, color="grey", lw=1)
         axis.set(title=f"{num:,} images", xlabel="FID", xscale="log")
+        axis.set_xticks(_FID_TICKS, [str(tick) for tick in _FID_TICKS])
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("AUC of the strongest attack")
     handles = [
