@@ -18,7 +18,6 @@ _STEPS = 1500
 _FEWEST = 30
 _PARTS = ((5, "fifth"), (10, "tenth"), (_FEWEST, "thirtieth"))
 _RATE = 0.004
-_PRIVATE_RATE = 0.004
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ def _choices() -> dict[str, TrainingChoice]:
         fewer = choices[f"{name}-fifth"]
         for epsilon in (8, 2):
             label = f"{fewer.label}, DP-SGD epsilon {epsilon}"
-            choices[f"{name}-{epsilon}"] = replace(
-                fewer, label=label, rate=_PRIVATE_RATE, epsilon=float(epsilon)
-            )
+            choices[f"{name}-{epsilon}"] = replace(fewer, label=label, epsilon=float(epsilon))
     return choices
 
 
