@@ -44,7 +44,8 @@ SECRET = "secret"  # a word of the tokenizer that one caption has, and that must
 PROMPTS = ("bright right", "bright left")
 L = 6
 TRAINING = {
-    "num_steps": 100,
+    # After 100 steps the drawn images were far from all public ones in 1 of 40 trainings, and screening said so.
+    "num_steps": 300,
     "batch_size": 16,
     "learning_rate": 0.01,
     "weight_decay": 0.0,
