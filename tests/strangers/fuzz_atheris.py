@@ -2,8 +2,8 @@
 
     python -m tests.strangers.fuzz_atheris PARSER [SECONDS] [FOLDER]
 
-PARSER is a name from `tests.support.parsers` or of a kind of file below; FOLDER keeps what was found. A temporary folder
-in memory (TMPDIR=/dev/shm) makes parsers of files a thousand times as fast.
+PARSER is a name from `tests.support.parsers` or of a kind of file below; FOLDER keeps what was found. A temporary
+folder in memory (TMPDIR=/dev/shm) makes parsers of files a thousand times as fast.
 Needs Google's atheris, which is not among the dependencies; without it this says so and ends.
 """
 
