@@ -30,17 +30,17 @@ def main() -> int:
     parser.add_argument("kind", choices=("hannover", "photographs"))
     parser.add_argument("--data", type=Path, help="folder of the Hannover images")
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    if asked.kind == "photographs":
+    arguments = parser.parse_args()
+    if arguments.kind == "photographs":
         images = squares_of_photographs(NUM_SQUARES)
-    elif asked.data is None:
+    elif arguments.data is None:
         parser.error("hannover needs --data FOLDER")
     else:
-        images = pictures_in(asked.data)
+        images = pictures_in(arguments.data)
     if not len(images):
-        parser.error(f"--data: no PNG in {asked.data}")
-    np.savez(asked.out, images=images, labels=np.zeros(len(images), dtype=np.int64))
-    print(f"{len(images)} images: {asked.out}")
+        parser.error(f"--data: no PNG in {arguments.data}")
+    np.savez(arguments.out, images=images, labels=np.zeros(len(images), dtype=np.int64))
+    print(f"{len(images)} images: {arguments.out}")
     return 0
 
 

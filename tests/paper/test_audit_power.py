@@ -11,9 +11,9 @@ def test_sum_of_drawn_losses_has_the_area_that_was_asked_for(area: float) -> Non
     score_SIA = _scores(3000, area, torch.Generator().manual_seed(0))
     num_losses = 10
     member_M, other_N = score_SIA[:, :, :num_losses].sum(2)
-    found = float((member_M[:, None] > other_N).double().mean())
+    drawn_area = float((member_M[:, None] > other_N).double().mean())
     # The standard deviation of an area of 3,000 and 3,000 units is 0.0075.
-    assert found == pytest.approx(area, abs=0.03)
+    assert drawn_area == pytest.approx(area, abs=0.03)
 
 
 def test_many_units_decide_and_few_do_not() -> None:

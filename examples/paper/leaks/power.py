@@ -42,16 +42,16 @@ def main() -> int:
     parser.add_argument(
         "--repeats", type=int, default=200, help="simulated audits of each row; default: 200"
     )
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for num, area in product(NUM_HELD_OUT, AREAS):
-        counts = Counter(simulated_verdict(num, area, seed) for seed in range(asked.repeats))
-        shares = [counts[name] / asked.repeats for name in ("pass", "inconclusive", "fail")]
+        counts = Counter(simulated_verdict(num, area, seed) for seed in range(arguments.repeats))
+        shares = [counts[name] / arguments.repeats for name in ("pass", "inconclusive", "fail")]
         rows.append((num, area, *shares))
         say(f"{num} held out, AUC {area}: " + ", ".join(f"{share:.2f}" for share in shares))
     head = ("held out", "AUC", "pass", "inconclusive", "fail")
-    with asked.out.open("w", newline="") as file:
+    with arguments.out.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([head, *rows])
     say(table(rows, head))
     return 0
