@@ -54,7 +54,13 @@ class Latent(Protocol):
         *,
         replacement: float | None = None,
     ) -> Tensor:
-        """Return the latents of samples, shape (N, ...), float32 on the CPU."""
+        """Return the latents of samples, shape (N, ...), float32 on the CPU.
+
+        Args:
+            samples: shape (N, ...).
+            on_progress: called with (completed, total).
+            replacement: every value of a latent that has values that are not finite; None refuses such a latent.
+        """
         ...
 
     def decode(
@@ -64,7 +70,13 @@ class Latent(Protocol):
         *,
         replacement: float | None = None,
     ) -> Tensor:
-        """Return the samples of latents, shape (N, ...), float32 on the CPU."""
+        """Return the samples of latents, shape (N, ...), float32 on the CPU.
+
+        Args:
+            latents: shape (N, ...).
+            on_progress: called with (completed, total).
+            replacement: every value of a sample that has values that are not finite; None refuses such a sample.
+        """
         ...
 
 

@@ -49,13 +49,14 @@ class Classes:
         return self.names[number]
 
     def words(self, max_names: int = 8) -> str:
-        """Return the classes for a message: their names, or their numbers."""
+        """Return the classes for a message: their names, where there are any, and their numbers."""
+        numbers = f"0 to {self.num - 1}"
         if not self.names:
-            return f"0 to {self.num - 1}"
+            return numbers
         text = ", ".join(self.names[:max_names])
         if self.num > max_names:
             text += f" and {self.num - max_names} more"
-        return text
+        return f"{text} ({numbers})"
 
 
 def normalize_name(name: str) -> str:

@@ -23,6 +23,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.sampling.options.SamplingOptions",
         "ddm.sampling.samples.Samples",
         "ddm.sampling.provenance.Provenance",
+        "ddm.sampling.trajectories.Callback",
         "ddm.sampling.inpainting.KnownRegion",
         "ddm.diffusion.solver.SolverName",
         "ddm.diffusion.solver.Solver",
@@ -30,6 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.io.pictures.grid",
         "ddm.distillation.student.load_student",
         "ddm.encoders.text.TextEncoder",
+        "ddm.encoders.autoencoder.Latent",
     ),
     "Evaluate": (
         "ddm.evaluation.measuring.evaluate",
@@ -106,6 +108,8 @@ def section(group: str) -> Iterator[str]:
             yield from function_lines(module, node, f"### `{shown}`")
         elif isinstance(node, ast.Assign):
             yield f"### `{shown}`\n\n```python\n{name} = {module.text(node.value)}\n```\n"
+            if docstring := module.docstring_below(node):
+                yield from described(parse(docstring))
 
 
 def class_lines(module: Module, node: ast.ClassDef, shown: str) -> Iterator[str]:
@@ -131,7 +135,10 @@ def class_lines(module: Module, node: ast.ClassDef, shown: str) -> Iterator[str]
         yield from (row(module, each, doc) for each in fields)
         yield ""
     for each in node.body:
-        if isinstance(each, Function) and is_public(each.name) and shown not in WITHOUT_METHODS:
+        if shown in WITHOUT_METHODS or not isinstance(each, Function):
+            continue
+        # A protocol with __call__ is implemented by a function, whose signature readers need.
+        if is_public(each.name) or each.name == "__call__":
             yield from function_lines(module, each, f"#### `{node.name}.{each.name}`")
 
 

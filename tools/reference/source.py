@@ -3,6 +3,7 @@
 import ast
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,6 +42,13 @@ class Module:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                 return node
         raise KeyError(f"{self.name} has no {name}")
+
+    def docstring_below(self, node: ast.stmt) -> str | None:
+        """Return the string that documents a name of the module; None where the next statement is none."""
+        for documented, below in pairwise(self.tree.body):
+            if documented is node and isinstance(below, ast.Expr):
+                return str(ast.literal_eval(below.value))
+        return None
 
     def annotation(self, node: ast.expr) -> str:
         """Return an annotation as `text` does, without quotes around it."""

@@ -28,7 +28,7 @@ def test_labels_mean_classes_by_name_or_by_number() -> None:
             assert NAMED.number(text) == number
     assert Classes(2).number("1") == 1 and Classes(2).number("normal") is None
     assert (NAMED.name(1), Classes(2).name(1)) == ("Viral pneumonia", "1")
-    assert (NAMED.words(1), Classes(2).words()) == ("normal and 2 more", "0 to 1")
+    assert (NAMED.words(1), Classes(2).words()) == ("normal and 2 more (0 to 2)", "0 to 1")
 
 
 @pytest.mark.parametrize(
