@@ -82,7 +82,6 @@ def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> Non
     files = files_of_wheel(wheel)
     metadata = {name for name in files if name.split("/")[0].endswith(".dist-info")}
     assert {name: files[name] for name in files if name not in metadata} == tracked(*PACKAGES)
-    # fmt: skip
     assert {name.partition("/")[2] for name in metadata} == {
         "METADATA",
         "RECORD",

@@ -1,13 +1,13 @@
 """Verifies what the ServerApp received and answers each submission with a signed receipt or refusal.
 
 The ServerApp can write to the folder of received files, so a submission is first copied to where only this process
-writes, and verified there. Nothing is answered but what the silo signed: what is not, or comes out of order, is thrown
-away, and fetched again later (`transfer.delivery`), so that nobody else uses up a silo's submissions. Once an answer is
-on disk, the received files are deleted: the verified copy of an accepted submission stays, and the receipt of a refused
-one. A submission that screening finds implausible, or that states more units than agreed, waits in quarantine,
-unanswered, until a person decides; an empty folder in `incoming/` marks that it need not be fetched again. A submission
-that crashes this process is refused after some attempts (`intake.attempts`). Withdrawals recorded by `aggregator
-withdraw` are carried out here.
+writes, and verified there. What the silo did not sign, or what comes out of order, gets no answer: it is thrown away
+and fetched again later (`transfer.delivery`), so that nobody else uses up a silo's submissions. A silo that was removed
+is refused without opening what came in its name. Once an answer is on disk, the received files are deleted: the
+verified copy of an accepted submission stays, and the receipt of a refused one. A submission that screening finds
+implausible, or that states more units than agreed, waits in quarantine, unanswered, until a person decides; an empty
+folder in `incoming/` marks that it need not be fetched again. A submission that crashes this process is refused after
+some attempts (`intake.attempts`). Withdrawals recorded by `aggregator withdraw` are carried out here.
 """
 
 import logging
@@ -63,7 +63,14 @@ from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import MAX_TEXT, now_utc
 from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
-from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, HeldVerdict, Receipt, RefusedVerdict
+from ddm.protocol.receipt import (
+    MAX_RECEIPT_BYTES,
+    RECEIPT_KIND,
+    AcceptedVerdict,
+    HeldVerdict,
+    Receipt,
+    RefusedVerdict,
+)
 from ddm.system.escape import escape_control
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.transport.sequences import sequence_numbers
@@ -71,7 +78,6 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import open_leave_notice
 
-MAX_RECEIPT_BYTES = 65536
 # No silo's name begins so: attempts at what nobody is known to have signed.
 _UNSIGNED = "_unsigned"
 _log = logging.getLogger(__name__)
@@ -154,12 +160,12 @@ class IntakeService:
                     silo_id=silo_id,
                 )
                 withdraw_silo(self.federation, silo_id, LEFT_BY_ITSELF, self.key)
-                _log.info("[%s] gave the plan up, and is left out from now on", silo_id)
+                _log.info("[%s] gave the plan up; its experts are excluded from now on", silo_id)
             except BusyError:
                 continue  # another command signs: the next step tries again
             except ArchipelagoError as error:
                 _log.warning(
-                    "[%s] word that it gave the plan up is not as the silo signed it: %s",
+                    "[%s] deleted a notice of leaving that the silo did not sign: %s",
                     silo_id,
                     error,
                 )
@@ -317,7 +323,10 @@ class IntakeService:
                 return authenticate(part, expected)
         except ArchipelagoError as error:
             _log.warning(
-                "[%s] submission %d is not as the silo signed it: %s", silo_id, sequence, error
+                "[%s] submission %d is not what the silo signed; it is deleted and fetched again: %s",
+                silo_id,
+                sequence,
+                error,
             )
             # Fetched again later, after a wait that doubles each time: the channel may carry rubbish for ever.
             count_unsigned(self._receipts(silo_id), sequence)

@@ -27,7 +27,7 @@ daemon off;
 pid nginx/nginx.pid;
 worker_processes 2;
 worker_rlimit_nofile 8192;
-# Lines of a higher level would hold what strangers sent.
+# Less severe lines (error, warn, info) would quote what strangers sent.
 error_log stderr crit;
 
 events {{

@@ -42,9 +42,9 @@ from aggregator.transfer.receipts_folder import (
 from ddm.errors import FormatError, MissingFileError, ReplayError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.leave import LEAVE_NAME
+from ddm.protocol.receipt import MAX_RECEIPT_BYTES
 from ddm.transport.messages import (
     MAX_BUNDLE_FILES,
-    MAX_RECEIPT_BYTES,
     MAX_SUBMISSIONS,
     BundleProgress,
     Envelope,

@@ -206,37 +206,35 @@ def _write_cohort(
     header_bytes = _write_header(handle, transform, max_images)
     num_images = 0
     columns: tuple[str, ...] | None = None
-    rows: _TableWriter | None = None
+    table_writer: _TableWriter | None = None
     with ExitStack() as stack:
         for item in items:
             item_columns = item.columns
             if columns is None:
                 columns = tuple(item_columns)
-                rows = None
                 if columns:
-                    rows = stack.enter_context(_open_table(table_path, columns))
+                    table_writer = stack.enter_context(_open_table(table_path, columns))
             different = set(columns) ^ set(item_columns)
             if different:
                 expected = "one for each image, or for none"
                 raise DataError(f"{min(different)}s", expected=expected, got="one for some of them")
             for sample in item.samples:
                 if num_images == max_images:
-                    got = f"{max_images + 1} or more"
                     raise DataError(
                         "images",
                         expected=f"at most {max_images}, as announced",
-                        got=got,
+                        got=f"{max_images + 1} or more",
                     )
                 stored = np.ascontiguousarray(transform.stored(sample))
                 handle.write(stored.reshape(-1).view(np.uint8).data)
                 num_images += 1
-            if rows is not None:
-                rows.add(item_columns, len(item.samples))
+            if table_writer is not None:
+                table_writer.add(item_columns, len(item.samples))
         if not num_images:
             raise DataError(
                 "images",
                 expected="at least one",
-                got="no picture that the plan takes",
+                got="none",
                 remedy="`silo scan SITE` says why no picture can be used.",
             )
     handle.seek(0)

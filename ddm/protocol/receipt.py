@@ -42,7 +42,7 @@ class Receipt(Document):
     plan_digest: Digest
     silo_id: SiloId
     sequence: PositiveInt
-    # Null in the notice of a withdrawal to a silo that has not submitted anything.
+    # Null where nothing of the silo was opened: it withdrew before it submitted anything, or takes no longer part.
     submission_digest: Digest | None
     verdict: Annotated[
         AcceptedVerdict | RefusedVerdict | HeldVerdict | WithdrawnVerdict,
@@ -52,3 +52,4 @@ class Receipt(Document):
 
 
 RECEIPT_KIND = "receipt"
+MAX_RECEIPT_BYTES = 65536

@@ -10,12 +10,8 @@ from ddm.errors import ShapeError
 from ddm.protocol.learning import Training
 
 
-def augmented(
-    x_BCHW: Tensor,
-    settings: Training,
-    random: np.random.Generator,
-) -> Tensor:
-    """Return the images, each changed at random as the recipe says; nothing is drawn where it says nothing.
+def augment(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -> Tensor:
+    """Return the images, each mirrored and shifted at random as the recipe states; the same images where it does not.
 
     Args:
         x_BCHW: images, shape (B, C, H, W), or volumes (B, C, D, H, W).
@@ -40,20 +36,16 @@ def augmented(
         # A volume has a depth besides, which moves as well.
         for axis in range(2, x_BCHW.dim()):
             crop = settings.crop
-            by_B = random.integers(-crop, crop, len(x_BCHW), endpoint=True)
-            x_BCHW = _moved(x_BCHW, axis, by_B)
+            shift_B = random.integers(-crop, crop, len(x_BCHW), endpoint=True)
+            x_BCHW = _shift(x_BCHW, axis, shift_B)
     return x_BCHW
 
 
-def _moved(
-    x: Tensor,
-    axis: int,
-    by_B: NDArray[np.int64],
-) -> Tensor:
-    """Move each sample along an axis; what comes in is its edge."""
+def _shift(x: Tensor, axis: int, shift_B: NDArray[np.int64]) -> Tensor:
+    """Shift each sample along an axis; its edge fills what becomes free."""
     side = x.shape[axis]
     # Where each new place comes from; places beyond the edge become the edge.
-    source_BS = np.arange(side) - by_B[:, None]
+    source_BS = np.arange(side) - shift_B[:, None]
     index_BS = torch.from_numpy(source_BS.clip(0, side - 1))
     view = [1] * x.dim()
     view[0] = len(x)

@@ -13,7 +13,7 @@ from ddm.diffusion.rng import stream
 from ddm.errors import DataError, ShapeError
 from ddm.images.rows import Images
 from ddm.protocol.learning import LogitNormalT, TDistribution, Training, UniformT
-from ddm.training.augmentation import augmented
+from ddm.training.augmentation import augment
 from ddm.training.masking import draw_kept, leaves_out
 from ddm.training.order import in_epochs
 
@@ -157,7 +157,7 @@ def draw_batch(
         kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random)
     uniform_B = torch.from_numpy(random.random(num))
     return Batch(
-        x_0=augmented(x_0, settings, random),
+        x_0=augment(x_0, settings, random),
         eps=eps,
         t_B=t_B,
         condition=condition,

@@ -32,7 +32,7 @@ from ddm.privacy.secret_stream import (
     secret_generator,
 )
 from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
-from ddm.training.augmentation import augmented
+from ddm.training.augmentation import augment
 from ddm.training.batches import Examples, draw_times, hide, rows
 from ddm.training.config import Engine
 from ddm.training.objective import TrainingObjective
@@ -268,7 +268,7 @@ class PrivateSteps:
         if len(images) > terms.images_per_unit:
             images = np.sort(random.choice(images, terms.images_per_unit, replace=False))
         chosen = torch.from_numpy(np.repeat(images, terms.draws))
-        x_0 = augmented(rows(self._examples.images, chosen), self._state.settings, random)
+        x_0 = augment(rows(self._examples.images, chosen), self._state.settings, random)
         eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
         # One time in each quantile, in order; a permutation gives them to the samples at random.
         ordered_S = draw_times(self._objective.t_distribution, len(chosen), random)

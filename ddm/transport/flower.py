@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ddm.errors import DocumentError
 from ddm.protocol.base import check_json
+from ddm.protocol.receipt import MAX_RECEIPT_BYTES
 from ddm.transport.messages import (
-    MAX_RECEIPT_BYTES,
     REPLIES,
     REQUESTS,
     Envelope,

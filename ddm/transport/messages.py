@@ -28,7 +28,6 @@ MAX_SUBMISSION_FILES = 1024
 MAX_SPANS = 1024
 # Of one silo to one plan.
 MAX_SUBMISSIONS = 20
-MAX_RECEIPT_BYTES = 1024 * 1024
 # A reply may be held back for this long; the message's time to live grows by it (`aggregator.transfer.dispatcher`).
 MAX_WAIT_S = 60
 

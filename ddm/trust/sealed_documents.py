@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from ddm.errors import ReplayError
 from ddm.protocol.leave import LEAVE_KIND, MAX_LEAVE_BYTES, Leave
-from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.protocol.receipt import MAX_RECEIPT_BYTES, RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import PublicKey, SigningKey
-
-MAX_RECEIPT_BYTES = 65536
 
 
 @dataclass(frozen=True)

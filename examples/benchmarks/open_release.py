@@ -3,7 +3,7 @@
 Eight experts of 1 GiB each, made up, in a genuine release: keys, signatures, documents, router. All is done in this
 process, in turns, after one round that is not counted; the figure is the median of the rounds' ratios. The release is
 hashed as any program would do it: every file once, through one buffer. Target: at most 1.2 times that. An opened
-release has to lie somewhere, though, and new memory is dear on some virtual machines; so the files are also hashed
+release occupies new memory, though, which is slow to allocate on some virtual machines; so the files are also hashed
 while they are read into new memory, all of them, one after the other.
 Needs 9 GiB of memory and, for a while, 25 GiB of disk. Writes build/bench/open_release.csv.
 """
@@ -51,9 +51,7 @@ def make_release(work: Path, architecture: Dit) -> tuple[Path, bytes]:
     train_router(made.federation, take_inventory(made.federation), seed=0)
     say("publishing")
     # Pages show samples, which experts that nobody trained cannot draw; opening the release is what is measured below.
-    with (
-        patch("ddm.publishing.signing.write_pages", _write_empty_pages),
-    ):
+    with patch("ddm.publishing.signing.write_pages", _write_empty_pages):
         publish(made.federation, PASSPHRASE, work / "release", rehearsal=True)
     return work / "release", (made.federation.tuf / "1.root.json").read_bytes()
 

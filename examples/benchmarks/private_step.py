@@ -3,11 +3,11 @@
     python -m examples.benchmarks.private_step [--device cuda] [--repeats 7] [--images train-images.npy]
 
 A way is `plain` (one backward pass, no unit's own gradient), `hooks` (LoRA only: products of what forward and backward
-hooks saw, as opacus keeps them), `vmap`, or `loop`, which is how experts are trained: in batches of several units, as
-in all others, what one unit's gradient is depends by rounding on the others. Clipping and the grid's rounding are timed
-with every way but the plain one; the noise by itself, for a number of weights. Ratios are medians over repeats, each of
-which runs all ways one after another, so that another load of the machine hits all of them. On a CPU the time is that
-of one thread's processor.
+hooks saw, as opacus keeps them), `vmap`, or `loop`. `loop` computes the gradient of each unit alone; experts are
+trained this way. The other ways compute several units in one batch, so that a unit's gradient depends on the others by
+rounding. Clipping and the grid's rounding are timed with every way but the plain one; the noise by itself, for a number
+of weights. Ratios are medians over repeats. Each repeat runs all ways one after another, so that another load of the
+machine affects all of them. On a CPU the time is that of one thread's processor.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from shell import Demo, run_demo, timed  # noqa: E402
 from summary import SILOS, summarise, write_summary  # noqa: E402
 
 PERSON = "north"
-MINUTES = 4
+MINUTES = 3
 
 
 def main() -> int:
@@ -86,22 +86,11 @@ def run(demo: Demo, port: int, recipe: Path, screenshots: Path | None) -> None:
 def set_up_aggregator(demo: Demo, port: int) -> None:
     """Make the federation."""
     out = demo.out
-    # fmt: skip
     demo.call(
-        "aggregator",
-        "init",
-        out / "fed",
-        "--name",
-        "digits",
-        "--licence",
-        "CC-BY-4.0",
-        "--address",
-        f"127.0.0.1:{port}",
-        "--max-influence",
-        "0.7",
-        "--new-passphrase-file",
-        out / "fed.pass",
-    )
+        "aggregator", "init", out / "fed", "--name", "digits", "--licence", "CC-BY-4.0",
+        "--address", f"127.0.0.1:{port}", "--max-influence", "0.7",
+        "--new-passphrase-file", out / "fed.pass",
+    )  # fmt: skip
     # Small shards, so that even this small expert travels in several.
     settings = out / "fed" / "federation.toml"
     text = settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 524288")
@@ -139,28 +128,11 @@ def approve(demo: Demo, screenshots: Path | None) -> None:
 def sample(demo: Demo) -> None:
     """A grid for the eye."""
     out = demo.out
-    # fmt: skip
     demo.call(
-        "ddm",
-        "sample",
-        out / "release",
-        "--root",
-        demo.root,
-        "--state",
-        out / "state",
-        "--num",
-        "64",
-        "--strategy",
-        "lock",
-        "--tau",
-        "1.0",
-        "--steps",
-        "25",
-        "--seed",
-        "0",
-        "--out",
-        out / "samples.png",
-    )
+        "ddm", "sample", out / "release", "--root", demo.root, "--state", out / "state",
+        "--num", "64", "--strategy", "lock", "--tau", "1.0", "--steps", "25", "--seed", "0",
+        "--out", out / "samples.png",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -85,20 +85,10 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
 def set_up(demo: Demo) -> None:
     """Make the federation and both sites, and exchange invitation and cards."""
     out = demo.out
-    # fmt: skip
     demo.call(
-        "aggregator",
-        "init",
-        out / "fed",
-        "--name",
-        "cxr",
-        "--licence",
-        "CC-BY-4.0",
-        "--address",
-        f"127.0.0.1:{demo.free_port()}",
-        "--new-passphrase-file",
-        out / "fed.pass",
-    )
+        "aggregator", "init", out / "fed", "--name", "cxr", "--licence", "CC-BY-4.0",
+        "--address", f"127.0.0.1:{demo.free_port()}", "--new-passphrase-file", out / "fed.pass",
+    )  # fmt: skip
     for silo, name in DATA.items():
         demo.join(silo, out / "data" / name, "--policy", HERE / "policy.toml")
     demo.enroll(tuple(DATA))
@@ -108,23 +98,10 @@ def sample(demo: Demo, num: int, *trust: object) -> None:
     """Draw from each hospital's expert alone, and from both equally often."""
     weights = {silo: ",".join(f"{other}={int(other == silo)}" for other in DATA) for silo in DATA}
     for name, prior in {**weights, "both": "equal"}.items():
-        # fmt: skip
         demo.call(
-            "ddm",
-            "sample",
-            demo.out / "release",
-            *trust,
-            "--num",
-            num,
-            "--prior",
-            prior,
-            "--steps",
-            20,
-            "--seed",
-            0,
-            "--out",
-            demo.out / f"{name}.png",
-        )
+            "ddm", "sample", demo.out / "release", *trust, "--num", num, "--prior", prior,
+            "--steps", 20, "--seed", 0, "--out", demo.out / f"{name}.png",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

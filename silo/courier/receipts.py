@@ -12,9 +12,10 @@ from ddm.io.files import read_bounded, write_for_group
 from ddm.io.locks import locked
 from ddm.io.modes import group_folder
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.receipt import MAX_RECEIPT_BYTES
 from ddm.transport.messages import ReceiptDelivery, ReceiptStored
 from ddm.transport.sequences import sequence_numbers
-from ddm.trust.sealed_documents import MAX_RECEIPT_BYTES, ReceiptBinding, open_receipt
+from ddm.trust.sealed_documents import ReceiptBinding, open_receipt
 from silo.config import Site
 
 

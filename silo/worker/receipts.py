@@ -21,6 +21,7 @@ from ddm.io.files import read_bounded
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import (
+    MAX_RECEIPT_BYTES,
     AcceptedVerdict,
     HeldVerdict,
     Receipt,
@@ -28,7 +29,7 @@ from ddm.protocol.receipt import (
     WithdrawnVerdict,
 )
 from ddm.protocol.submission import submission_path
-from ddm.trust.sealed_documents import MAX_RECEIPT_BYTES, ReceiptBinding, open_receipt
+from ddm.trust.sealed_documents import ReceiptBinding, open_receipt
 from silo.config import Policy, Site
 from silo.plan.acceptance import AcceptedPlan, load_accepted
 from silo.worker import stages

@@ -18,7 +18,8 @@ from silo.worker.pause import Pause, is_halted, present_pause
 from silo.worker.progress import NOTE_S, ProgressNote, Stage, read_note
 from silo.worker.state import State, StateName, present_state, reported_code
 
-_OLD_S = 15 * NOTE_S  # a note of a step that takes longer is not of now
+# An older note was left by a process that stopped.
+_MAX_NOTE_AGE_S = 15 * NOTE_S
 _WORK: tuple[StateName, ...] = (
     "plan_accepted",
     "scanned",
@@ -63,7 +64,7 @@ _AUDITED: tuple[StateName, ...] = (
     "refused",
 )
 # How many of `_STAGES` are over, or at work, in each state.
-_AHEAD: Mapping[StateName, int] = {
+_NUM_STAGES_BEGUN: Mapping[StateName, int] = {
     "plan_accepted": 1,
     "scanned": 2,
     "assigned": 2,
@@ -215,8 +216,7 @@ class SiteStatus:
         done_words = [words for name, words in _DONE.items() if _reached(state.state, name)]
         if done_words:
             lines.append(f"  done     {'; '.join(done_words)}")
-        note_is_of_steps = self.note is None or self.note.stage == "training"
-        if state.state == "training" and note_is_of_steps:
+        if state.state == "training" and (self.note is None or self.note.stage == "training"):
             lines.append(f"  step     {_steps(state, self.note)}")
         elif self.note is not None:
             lines.append(f"  {self.note.stage}: {_counted(self.note)}")
@@ -225,8 +225,8 @@ class SiteStatus:
             lines.append(f"  leak audit: {verdict}: {reason}")
         if state.submission_digest:
             lines.append(f"  submission {state.sequence}, digest {state.submission_digest}")
-        if state.state in _AHEAD:
-            stages_ahead = _STAGES[_AHEAD[state.state] :]
+        if state.state in _NUM_STAGES_BEGUN:
+            stages_ahead = _STAGES[_NUM_STAGES_BEGUN[state.state] :]
             lines.append(f"  ahead    {', '.join(stages_ahead)}")
         return lines
 
@@ -272,7 +272,7 @@ def _present_note(site: Site, state: State) -> ProgressNote | None:
     note = read_note(site.private)
     if note is None or state.state not in _WORK or note.plan_id != state.plan_id:
         return None
-    is_fresh = (now_utc() - note.at).total_seconds() <= _OLD_S
+    is_fresh = (now_utc() - note.at).total_seconds() <= _MAX_NOTE_AGE_S
     # Images are read in every state, and what is read completely is over.
     is_being_read = note.stage == "reading images" and note.done < note.total
     if not is_fresh or not (is_being_read or _STATE_OF_STAGE.get(note.stage) == state.state):

@@ -38,8 +38,7 @@ from silo.plan.consent import is_accepted, may_begin
 from silo.plan.succession import InspectedBundles, find_successor
 from silo.plan.workspace import Workspace, open_workspace
 from silo.privacy.ledger import Ledger
-from silo.worker import auditing, outbox, stages
-from silo.worker import training as experts
+from silo.worker import auditing, outbox, stages, training
 from silo.worker.approval import (
     approval_path,
     approval_record,
@@ -89,8 +88,8 @@ class Worker:
         isolation: what separates the courier from the data; stated in the submission.
         stopping: stops the worker once it is set.
         on_wait: called again and again while the work waits for a file, from the courier or from a person. Without it
-            nobody is there to bring a waiver, and an inconclusive audit ends the work unless policy.toml got one
-            meanwhile.
+            the worker does not wait for a waiver: an inconclusive audit ends the work, unless policy.toml got one in
+            the meantime.
 
     Attributes:
         code: as the aggregator hears it, see `ddm.transport.messages.Status`.
@@ -122,8 +121,8 @@ class Worker:
         self._unaccepted_plans: dict[BundleVersion, str] = {}
         self._saved_at = 0.0
         self.look_s = _LOOK_S
-        self._looked_at = 0.0
-        self._looked: InspectedBundles = {}
+        self._last_inspection_s = 0.0
+        self._inspected_bundles: InspectedBundles = {}
         self._decisions = DecisionLog(site)
         self._meter = ProgressMeter(site.private)
         self._stop_signal = StopSignal(site, self.stopping)
@@ -271,7 +270,7 @@ class Worker:
         """
         if self.state.state not in AT_WORK:
             return
-        newer_plan_id = find_successor(self.site, self._plan_id, self._looked)
+        newer_plan_id = find_successor(self.site, self._plan_id, self._inspected_bundles)
         if newer_plan_id is not None:
             raise _SupersededError(newer_plan_id)
 
@@ -281,10 +280,10 @@ class Worker:
             return True
         # Training calls this before every step; the inbox is looked at less often.
         now = time.monotonic()
-        if now - self._looked_at < self.look_s:
+        if now - self._last_inspection_s < self.look_s:
             return False
-        self._looked_at = now
-        return find_successor(self.site, self._plan_id, self._looked) is not None
+        self._last_inspection_s = now
+        return find_successor(self.site, self._plan_id, self._inspected_bundles) is not None
 
     def _accept_plan(self) -> None:
         """Accept the first plan in the inbox that this site may work on, or state why one was refused."""
@@ -381,9 +380,9 @@ class Worker:
         plan = accepted.plan
         # Where the noised histogram decides which experts there are, it is drawn before training, and the draw of all
         # statistics finds it done.
-        if experts.counts_define_experts(plan):
+        if training.counts_define_experts(plan):
             self._draw(accepted, ("counts",))
-        parts = experts.find_parts(plan, accepted.files(), self.workspace(), self.settings.silo_id)
+        parts = training.find_parts(plan, accepted.files(), self.workspace(), self.settings.silo_id)
         self._advance("begin", num_steps=len(parts) * plan.expert.training.num_steps)
 
     def _train_experts(self) -> None:
@@ -393,7 +392,7 @@ class Worker:
         inputs = self._gather_audit_inputs(accepted, cohort)
         with self._stopped_by_newer_plan():
             paid = stages.debit_training(self.site, self.policy, accepted, cohort)
-            experts.train_experts(
+            training.train_experts(
                 replace(inputs.training, paid=paid),
                 on_progress=lambda progress: self._show_training(progress, batch_size),
                 should_stop=self.should_stop,

@@ -37,7 +37,6 @@ PLANS = 5
 OF_PATIENTS = ("patients", "private")
 TINY = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 # What a test changes of a recipe so that it takes a second: sizes alone.
-# fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "grey": {"data.shape": [1, 8, 8]},
     "rgb": {
@@ -65,7 +64,6 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "latents": {"data.shape": [3, 16, 16]},
 }
-# fmt: skip
 ALWAYS = {
     "rehearsal": True,  # so few steps teach nothing
     "encoder.dim": 4,

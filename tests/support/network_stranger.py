@@ -20,7 +20,6 @@ from tests.support.intruder import Intruder
 
 EVERY_S = 3.0
 BATCH = 2000
-# fmt: skip
 TARGETS = (
     "/",
     "/health",

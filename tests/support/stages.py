@@ -153,7 +153,6 @@ ROTATED = (
 DISTIL = ("ddm", "distill", "{at}/release", *_ROOT, "--num", "8", "--steps", "6", "--out", "{at}/student.safetensors",
           "--device", "cpu")  # fmt: skip
 
-# fmt: skip
 CASES = {
     case.name: case
     for case in (

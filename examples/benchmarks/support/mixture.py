@@ -52,27 +52,28 @@ class Mixture:
         return self.weight_C.log() - square_BC / (2 * variance_BC) - dims / 2 * variance_BC.log()
 
     def velocity_of(self, silo: int) -> Velocity:
-        """Return the velocity of a silo's data, by Gaussian conditioning."""
+        """Return the velocity of a silo's data, by Gaussian conditioning.
+
+        Given component c, the mean of x_0 is mean_c + alpha std_c^2 r and that of the noise sigma r, where
+        r = (x - alpha mean_c) / (alpha^2 std_c^2 + sigma^2).
+        """
 
         def velocity(x_BD: Tensor, t_B: Tensor) -> Tensor:
-            x_BD, t_B, dtype = x_BD.double(), t_B.double(), x_BD.dtype
+            dtype = x_BD.dtype
+            x_BD = x_BD.double()
+            t_B = t_B.double()
             alpha = self.path.alpha(t_B)[:, None, None]
             sigma = self.path.sigma(t_B)[:, None, None]
             std_C1 = self.std_C[:, None]
-            residual_BCD = (x_BD[:, None] - alpha * self.mean_CD) / (
-                (alpha * std_C1).square() + sigma.square()
-            )
+            variance_BC1 = (alpha * std_C1).square() + sigma.square()
+            residual_BCD = (x_BD[:, None] - alpha * self.mean_CD) / variance_BC1
             x_0_BCD = self.mean_CD + alpha * std_C1.square() * residual_BCD
             d_alpha = self.path.d_alpha(t_B)[:, None, None]
             d_sigma = self.path.d_sigma(t_B)[:, None, None]
-            of_BC = (
-                self._log_joint(x_BD, t_B).masked_fill(self.silo_C != silo, -torch.inf).softmax(1)
-            )
-            return (
-                (of_BC[..., None] * (d_alpha * x_0_BCD + d_sigma * sigma * residual_BCD))
-                .sum(1)
-                .to(dtype)
-            )
+            velocity_BCD = d_alpha * x_0_BCD + d_sigma * sigma * residual_BCD
+            log_joint_BC = self._log_joint(x_BD, t_B)
+            posterior_BC = log_joint_BC.masked_fill(self.silo_C != silo, -torch.inf).softmax(1)
+            return (posterior_BC[..., None] * velocity_BCD).sum(1).to(dtype)
 
         return velocity
 

@@ -65,13 +65,13 @@ class Data:
 
     Attributes:
         learned: what silos learn; the first images are those of the smaller silos.
-        held: units held out, of the same classes.
+        held_out: units held out, of the same classes.
         public: public images that the base learns.
         test: images of the silo's classes, which nothing was trained on.
     """
 
     learned: Tensor
-    held: Tensor
+    held_out: Tensor
     public: Tensor
     test: Tensor
 
@@ -127,7 +127,7 @@ class Silo:
     def cohort(self) -> Cohort:
         """Its images, those held out last; an image is a unit."""
         data = self.workshop.data
-        return cohort_of(torch.cat([data.learned_by(self.num, self.seed), data.held]))
+        return cohort_of(torch.cat([data.learned_by(self.num, self.seed), data.held_out]))
 
     @property
     def folder(self) -> Path:
@@ -180,10 +180,10 @@ class Silo:
             settings=TrainingSettings(),
             folder=self.folder / "audit",
             job_folder=lambda name: JobFolder(self.folder / f"job-{name}"),
-            make_task=self._wanted,
+            make_task=self._make_task,
         )
-        with progress(f"auditing {self.choice.label}, {self.num} images") as tell:
-            audited = audit_expert(subject, tell, lambda: False)
+        with progress(f"auditing {self.choice.label}, {self.num} images") as report_progress:
+            audited = audit_expert(subject, report_progress, lambda: False)
         shutil.rmtree(subject.folder, ignore_errors=True)
         return audited
 
@@ -192,10 +192,13 @@ class Silo:
         return self.workshop.judge(self.expert, self.file, num_samples)
 
     def attack(self, num_shadows: int) -> tuple[Success, ...]:
-        """Attack the expert as an outsider does; nothing where there are too few other images to train shadows on.
+        """Attack the expert as an outsider does.
 
         Args:
             num_shadows: trained on images that no silo of the table learns.
+
+        Returns:
+            Nothing for privately trained experts, without shadows, or where there are too few other images.
         """
         data = self.workshop.data
         other_images = data.others(self.seed)
@@ -212,10 +215,10 @@ class Silo:
             self.workshop.train(shadow, cohort, torch.arange(self.num), path, label)
             shadows.append(self.workshop.open(shadow, path))
         expert = self.workshop.open(self.expert, self.file)
-        members = self.cohort.images[: min(self.num, len(data.held))]
-        return attack_as_outsider(expert, shadows, members, data.held)
+        members = self.cohort.images[: min(self.num, len(data.held_out))]
+        return attack_as_outsider(expert, shadows, members, data.held_out)
 
-    def _wanted(self, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> TrainingTask:
+    def _make_task(self, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> TrainingTask:
         folder.path.mkdir(parents=True, exist_ok=True)
         return make_training_task(expert, self.cohort, chosen, folder)
 
@@ -252,11 +255,11 @@ class LeakWorkshop:
         """The classifier whose features judge samples, trained once on public images of all classes."""
         path = self.folder / "classifier.safetensors"
         if not path.exists():
-            with progress("training the classifier on public images") as tell:
+            with progress("training the classifier on public images") as report_progress:
                 part = self.world.public
-                train_classifier(part.images, part.label_N, self.world.data, on_progress=tell).save(
-                    path
-                )
+                train_classifier(
+                    part.images, part.label_N, self.world.data, on_progress=report_progress
+                ).save(path)
         return Classifier.load(path)
 
     @cached_property
@@ -287,13 +290,13 @@ class LeakWorkshop:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = JobFolder(path.parent / "job")
         folder.path.mkdir(exist_ok=True)
-        with progress(f"training {label}, {len(chosen)} images") as tell:
+        with progress(f"training {label}, {len(chosen)} images") as report_progress:
             result = train_job(
                 make_training_task(expert, cohort, chosen, folder),
                 folder,
                 TrainingSettings(),
                 path,
-                on_progress=lambda told: tell(told.step, told.num_steps),
+                on_progress=lambda state: report_progress(state.step, state.num_steps),
                 should_stop=lambda: False,
             )
         write_atomic(path.with_suffix(_RESULT), result.encode())

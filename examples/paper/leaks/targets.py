@@ -1,4 +1,4 @@
-"""The figures that the table of what experts remember is held against, over its seeds."""
+"""The targets of the table of what experts remember, over its seeds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,10 +43,10 @@ def _audited(by_choice: dict[str, dict[int, LeakCell]]) -> TableTarget:
     }
     best = _best(passing)
     if best is None:
-        missed = TableTarget(figure, target)
+        result = TableTarget(figure, target)
         if measured:
-            missed = replace(missed, met="no", note="no training passes with every seed")
-        return missed
+            result = replace(result, met="no", note="no training passes with every seed")
+        return result
     seeds = sorted(passing[best].keys() & random.keys())
     pairs = [(passing[best][seed], random[seed]) for seed in seeds]
     ratios = [_fid(over) / _fid(under) for over, under in pairs]

@@ -95,7 +95,7 @@ def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] |
 def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit: float) -> None:
     labels = list(cells)
     as_ratios = name in RATIOS
-    for place, label in enumerate(labels):
+    for row, label in enumerate(labels):
         point_in_units = _point(cells[label], name)
         if point_in_units is None:
             continue
@@ -103,28 +103,20 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit:
         if as_ratios and "floor" in label:  # far below all others
             axis.text(
                 0.0,
-                place,
+                row,
                 f" {point[0]:.3g}",
                 va="center",
                 fontsize=7,
                 transform=axis.get_yaxis_transform(),
             )
             continue
-        colour = (
-            _RED
-            if "monolith" in label
-            else _GREY
-            if "floor" in label or "oracle" in label
-            else _BLUE
-        )
+        colour = _colour_of(label)
         if as_ratios:
-            axis.plot(point[0], place, marker="o", ms=5, color=colour, zorder=3)
+            axis.plot(point[0], row, marker="o", ms=5, color=colour, zorder=3)
         else:
-            axis.barh(place, point[0], color=colour, height=0.7, alpha=0.85)
-        axis.errorbar(
-            point[0], place, xerr=[[point[1]], [point[2]]], color=_ERRORS, capsize=2, lw=1
-        )
-        axis.text(point[0] + point[2], place, f"  {_number(point[0])}", va="center", fontsize=7)
+            axis.barh(row, point[0], color=colour, height=0.7, alpha=0.85)
+        axis.errorbar(point[0], row, xerr=[[point[1]], [point[2]]], color=_ERRORS, capsize=2, lw=1)
+        axis.text(point[0] + point[2], row, f"  {_number(point[0])}", va="center", fontsize=7)
     axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
     # rows without a bar take their place too, beside the other panel's
     axis.set_ylim(len(labels) - 0.5, -0.5)
@@ -136,6 +128,15 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit:
         axis.set_xlim(left=0.0)
     axis.set_title(title, fontsize=9)
     axis.grid(axis="x", alpha=0.25)
+
+
+def _colour_of(label: str) -> str:
+    """Return the colour of a row's bar."""
+    if "monolith" in label:
+        return _RED
+    if "floor" in label or "oracle" in label:
+        return _GREY
+    return _BLUE
 
 
 def _number(value: float) -> str:
@@ -160,10 +161,8 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
     colours: dict[str, str] = {}
     for name, points in lines.items():
         points.sort()
-        at_x, (y, down, up) = (
-            [place for place, _ in points],
-            zip(*(point for _, point in points), strict=True),
-        )
+        at_x = [x for x, _ in points]
+        y, down, up = zip(*(point for _, point in points), strict=True)
         best = name.endswith(BEST_BATCH)
         kind = name.removesuffix(BEST_BATCH).split(", ")[-1]
         colours.setdefault(kind, _RED if kind == "monolith" else _LINES[len(colours) % len(_LINES)])

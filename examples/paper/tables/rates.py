@@ -70,8 +70,8 @@ def _is_seeded(source: Trained) -> TypeGuard[Experts]:
 def tuned_as(source: Trained, preset: Preset) -> Trained:
     """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget.
 
-    Those that start from a base take the rate of silos that start from public images of other classes, and islands that
-    start from a seed that of a shorter training from the same seed.
+    Those that start from a base take the rate of silos that start from the public base, and islands that start from a
+    seed that of a shorter training from the same seed.
     """
     if _is_seeded(source):
         return source.model_copy(update={"budget": preset.tuning * source.budget})

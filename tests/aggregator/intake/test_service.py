@@ -68,7 +68,7 @@ def test_intake_throws_away_a_submission_signed_by_another_silos_key(
 ) -> None:
     arrival.rewrite(lambda document: None, key=arrival.tiny.key("south"))
     arrival.assert_discarded()
-    assert "[north] submission 1 is not as the silo signed it" in caplog.text
+    assert "[north] submission 1 is not what the silo signed" in caplog.text
     arrival.arrive_again(1)
     assert arrival.verdict().verdict.kind == "accepted", "the silo's own follows"
     assert not (arrival.receipts / "1.unsigned").exists()

@@ -139,7 +139,6 @@ def missing_passphrase_file(fed: Federation) -> None:
         settings.write('passphrase_file = "/nowhere/secret"\n')
 
 
-# fmt: skip
 @pytest.mark.parametrize(
     ("fault", "check", "word"),
     [

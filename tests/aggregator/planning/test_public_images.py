@@ -35,7 +35,6 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(tiny: TinyFederation, path: Path, public: Path, **changes: object) -> CommandResult:
     chosen = recipe(**changes).model_dump(mode="json", exclude_none=True)
     (path / "recipe.toml").write_text(tomli_w.dumps(chosen))
-    # fmt: skip
     return run_command(
         "aggregator",
         "plan",

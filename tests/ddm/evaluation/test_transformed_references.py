@@ -102,7 +102,6 @@ def test_student_is_the_same_whether_its_images_are_raw_or_prepared(
     students = []
     for name in ("pictures", "prepared.npz"):
         out = folder / f"{Path(name).stem}.safetensors"
-        # fmt: skip
         finished = run_command(
             "ddm",
             "distill",

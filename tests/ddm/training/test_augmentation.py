@@ -4,19 +4,19 @@ import torch
 from torch import Tensor
 
 from ddm.errors import ShapeError
-from ddm.training.augmentation import augmented
+from ddm.training.augmentation import augment
 from tests.support.errors import has_subject
 from tests.support.recipes import training
 
 
 def change(x: Tensor, **fields: object) -> Tensor:
-    return augmented(x, training(**fields), np.random.default_rng(0))
+    return augment(x, training(**fields), np.random.default_rng(0))
 
 
 def test_nothing_is_drawn_where_the_recipe_asks_for_nothing() -> None:
     random = np.random.default_rng(0)
     x = torch.rand(4, 1, 6, 6)
-    assert augmented(x, training(), random) is x
+    assert augment(x, training(), random) is x
     assert random.random() == np.random.default_rng(0).random()
 
 

@@ -193,7 +193,6 @@ def test_audit_that_breaks_off_stops_nothing_that_others_see(
 def test_reader_refuses_a_verdict_that_says_more_than_epsilon_and_bounded_without_one() -> None:
     plain = submission_document()
     private = plain | {"audit": {"verdict": "bounded", "waiver": None}}
-    # fmt: skip
     stated = {
         "kind": "dp_sgd",
         "epsilon": 4.0,

@@ -110,7 +110,6 @@ def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_th
     assert leaks.rows[0][0] in review_text(site, facts)
     draft = json.loads(facts.draft.encode())
     assert draft["audit"].keys() == {"verdict", "digest", "waiver"}
-    # fmt: skip
     assert {file.path for file in facts.files} == {
         "counts.safetensors",
         "sketch.safetensors",

@@ -404,7 +404,6 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
             }
     other = ranks(tmp_path / "after.csv", "one", more)
     assert other == ranks(tmp_path / "after.csv", "five", more)
-    # fmt: skip
     salted = cohort_at(
         tmp_path / "after.csv",
         DATA,

@@ -77,7 +77,6 @@ def test_preview_says_how_many_pictures_the_plan_enlarges(
     recipe.write_text(
         '[data]\nshape = [1, 32, 32]\nrange = [-1.0, 1.0]\n[transform]\nrange = {kind = "full"}\n'
     )
-    # fmt: skip
     finished = run_command(
         "silo",
         "scan",
