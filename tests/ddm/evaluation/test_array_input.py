@@ -129,17 +129,22 @@ def test_silos_and_priors_that_do_not_fit_are_refused() -> None:
         with case(name), pytest.raises(ArchipelagoError) as caught:
             evaluate(SAMPLES, REFERENCE, origins=SampleOrigins(silo, prior=prior))
         assert caught.value.subject == subject, name
-    held_otherwise = evaluate(
-        SAMPLES,
-        REFERENCE,
-        origins=SampleOrigins(silo_N[::-1].astype(">i8"), prior=np.array([1, 1], ">f4")),
-    )
-    assert [figures.num for figures in held_otherwise.per_silo.values()] == [20, 20]
-    assert held_otherwise.share_error is not None
-    assert held_otherwise.share_error.error.value == 0.0
-    # What a notebook shows of it: figures, and no tensor.
-    assert "kid" in repr(held_otherwise) and "near copies" in repr(held_otherwise.copies["pixels"])
-    for report in (held_otherwise, *held_otherwise.copies.values()):
+
+
+def test_silos_and_priors_of_any_byte_order_are_taken() -> None:
+    silo_N = np.arange(40) % 2
+    origins = SampleOrigins(silo_N[::-1].astype(">i8"), prior=np.array([1, 1], ">f4"))
+    evaluation = evaluate(SAMPLES, REFERENCE, origins=origins)
+    assert [figures.num for figures in evaluation.per_silo.values()] == [20, 20]
+    assert evaluation.share_error is not None
+    assert evaluation.share_error.error.value == 0.0
+
+
+def test_notebook_shows_figures_of_an_evaluation_and_no_tensor() -> None:
+    evaluation = evaluate(SAMPLES, REFERENCE)
+    assert "kid" in repr(evaluation)
+    assert "near copies" in repr(evaluation.copies["pixels"])
+    for report in (evaluation, *evaluation.copies.values()):
         assert len(repr(report)) < 250
 
 

@@ -67,9 +67,7 @@ def test_network_of_images_is_refused_for_volumes() -> None:
     assert refusal("test_resnet", None, VOLUME).subject == "recipe, encoder.kind"
 
 
-def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(tmp_path: Path) -> None:
     public = torch.from_numpy(images(100, 0.2, seed=1))
     shape = tuple(public.shape[1:])
     assert shape == (1, 4, 4)
@@ -92,10 +90,15 @@ def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
             fit_public_parts(changed, open_networks(changed), public, tmp_path)
         assert caught.value.subject == f"recipe, {field}"
 
-    fitting = AutoencoderSize(
+
+def test_failed_check_of_a_library_names_the_field_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = AutoencoderSize(
         channels=(4, 4), attention=(False, False), latent_channels=1, norm_groups=2
     )
-    save_tensors(tmp_path / "w.safetensors", dict(build_autoencoder(fitting, shape).state_dict()))
+    tensors = dict(build_autoencoder(size, (1, 4, 4)).state_dict())
+    save_tensors(tmp_path / "w.safetensors", tensors)
 
     def fails(*args: object, **options: object) -> None:
         raise AssertionError("a library's own check")
@@ -104,7 +107,7 @@ def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
     chosen = {
         "kind": "autoencoder_kl",
         "weights": str(tmp_path / "w.safetensors"),
-    } | fitting.model_dump(mode="json")
+    } | size.model_dump(mode="json")
     with pytest.raises(SetupError) as caught:
         open_networks(recipe(latent=chosen))
     assert caught.value.subject == "recipe, latent"

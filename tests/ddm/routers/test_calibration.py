@@ -1,3 +1,5 @@
+"""The temperature of a router, and the error of its calibration before and after."""
+
 import math
 
 import numpy as np
@@ -48,21 +50,23 @@ def counts(world: RouterProblem) -> CountsRouter:
     return CountsRouter.from_counts(world.sketch(), world.histogram(), world.num_units, 20.0, PATH)
 
 
-def test_overconfident_router_is_cooled_to_where_it_was(
+def test_calibration_recovers_the_temperature_of_an_overconfident_router(
     counts: CountsRouter, public: PublicData
 ) -> None:
     calibration = calibrate(OverconfidentRouter(counts, 3.0), public)
     assert calibration.temperature == pytest.approx(3.0, rel=0.1)
     for error in calibration.errors[:4]:
-        assert error.after[0] < error.before[0]
-        assert error.after[0] <= error.after[2] and error.after[1] <= error.after[0]
-    assert calibration.errors[1].after[0] < 0.5 * calibration.errors[1].before[0]
-    assert (
-        calibration.errors[1].after[2] < calibration.errors[1].before[1]
-    )  # the intervals do not touch
+        value, low, high = error.after
+        assert value < error.before[0]
+        assert low <= value <= high
+    before = calibration.errors[1].before
+    after = calibration.errors[1].after
+    assert after[0] < 0.5 * before[0]
+    # The intervals do not touch.
+    assert after[2] < before[1]
 
 
-def test_temperature_leaves_noise_as_it_is_and_is_whole_without(
+def test_temperature_has_no_effect_at_pure_noise_and_its_full_effect_without_noise(
     counts: CountsRouter, world: RouterProblem
 ) -> None:
     x = world.silos[0][:5]
@@ -90,7 +94,9 @@ def test_times_are_those_that_a_router_is_asked_at(public: PublicData) -> None:
         torch.testing.assert_close(asked_DN.float(), public.times(band, index), rtol=0, atol=0)
 
 
-def test_timid_router_is_sharpened(counts: CountsRouter, public: PublicData) -> None:
+def test_calibration_recovers_the_temperature_of_a_timid_router(
+    counts: CountsRouter, public: PublicData
+) -> None:
     assert calibrate(OverconfidentRouter(counts, 0.5), public).temperature == pytest.approx(
         0.5, rel=0.1
     )

@@ -66,6 +66,40 @@ def renew(federation, **changes: object) -> None:
     repository.renew(targets=signed, online_key=federation.keys["online"], now=federation.now)
 
 
+def rotate_delegated_key(federation, role: str, new_key: SigningKey) -> None:
+    """Replace a key that targets names, by signing targets again."""
+    repository = federation.repository
+    delegates = replace(repository.delegates(), **{role: new_key.public})
+    targets = repository.next_targets(delegates, federation.now)
+    repository.renew(
+        targets=sign_metadata(targets, [federation.keys["targets"]]),
+        online_key=federation.keys["online"],
+        now=federation.now,
+        **{f"{role}_key": new_key},
+    )
+
+
+def rotate_key_of_the_root(federation, role: str, new_key: SigningKey) -> None:
+    """Replace a key that the root names: root, targets, or the online key of snapshot and timestamp."""
+    repository = federation.repository
+    keys = federation.keys
+    new_holders = Holders((new_key.public,))
+    changes = {role: new_holders}
+    online_key = keys["online"]
+    signers = [keys["root"], keys["root2"]]
+    new_targets = None
+    if role == "online":
+        changes = {"snapshot": new_holders, "timestamp": new_holders}
+        online_key = new_key
+    if role == "root":
+        signers.append(new_key)
+    if role == "targets":
+        targets = repository.next_targets(repository.delegates(), federation.now)
+        new_targets = sign_metadata(targets, [new_key])
+    root = sign_metadata(repository.next_root(changes, federation.now), signers)
+    repository.renew(root=root, targets=new_targets, online_key=online_key, now=federation.now)
+
+
 def test_untouched_release_is_accepted_to_the_last_file(federation, www, client) -> None:
     serve(federation, www)
     updater = client()
@@ -80,32 +114,11 @@ def test_release_after_a_rotation_is_accepted_by_clients_old_and_new(
 ) -> None:
     serve(federation, www)
     client().refresh()
-    keys = federation.keys
-    repository = federation.repository
-    now = federation.now
-    made = SigningKey.generate()
-    new = Holders((made.public,))
+    new_key = SigningKey.generate()
     if role in ("plans", "release"):
-        targets = repository.next_targets(
-            replace(repository.delegates(), **{role: made.public}), now
-        )
-        signed = sign_metadata(targets, [keys["targets"]])
-        repository.renew(
-            targets=signed, online_key=keys["online"], now=now, **{f"{role}_key": made}
-        )
+        rotate_delegated_key(federation, role, new_key)
     else:
-        changed = {"snapshot": new, "timestamp": new} if role == "online" else {role: new}
-        root = sign_metadata(
-            repository.next_root(changed, now),
-            [keys["root"], keys["root2"], *([made] if role == "root" else [])],
-        )
-        again = repository.next_targets(repository.delegates(), now) if role == "targets" else None
-        repository.renew(
-            root=root,
-            targets=sign_metadata(again, [made]) if again else None,
-            online_key=made if role == "online" else keys["online"],
-            now=now,
-        )
+        rotate_key_of_the_root(federation, role, new_key)
     serve(federation, www)
     for updater in (client(), client("new")):
         assert fetch(updater, f"{PLAN}/manifest.json") == federation.files[f"{PLAN}/manifest.json"]

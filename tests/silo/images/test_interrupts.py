@@ -37,7 +37,7 @@ def images(folder: Path) -> Path:
 
 
 @contextmanager
-def started(data: Path, private: Path) -> "Iterator[subprocess.Popen[str]]":
+def running_scan(data: Path, private: Path) -> "Iterator[subprocess.Popen[str]]":
     """A scan that does not outlive a test that fails."""
     words = [
         str(word)
@@ -62,7 +62,7 @@ def started(data: Path, private: Path) -> "Iterator[subprocess.Popen[str]]":
             process.kill()
 
 
-def seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """How long a process has computed."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
 ) -> None:
     data = images(tmp_path)
     private = tmp_path / "private"
-    with started(data, private) as process:
+    with running_scan(data, private) as process:
         wait_until(
             lambda: (
                 private.exists() if after_s is None else len(running_children(process.pid)) == 2
@@ -90,10 +90,13 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
         )
         decoders = running_children(process.pid)
         wait_until(
-            lambda: sum(map(seconds, decoders)) >= (after_s or 0.0) or process.poll() is not None,
+            lambda: (
+                sum(map(cpu_seconds, decoders)) >= (after_s or 0.0) or process.poll() is not None
+            ),
             "work",
         )
-        if after_s:  # what decoders compute may be their start alone: until something is kept
+        # Decoders may have spent this time on imports: wait until a result was written.
+        if after_s:
             wait_until(
                 lambda: (private / "memory.sqlite-journal").exists() or process.poll() is not None,
                 "an answer",
@@ -115,13 +118,15 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
 
 
 def kill_in_the_middle(data: Path, private: Path) -> None:
-    with started(data, private) as process:
+    with running_scan(data, private) as process:
         wait_until(
             lambda: len(running_children(process.pid)) == 2 or process.poll() is not None,
             "decoders",
         )
         decoders = running_children(process.pid)
-        wait_until(lambda: sum(map(seconds, decoders)) >= 1.2 or process.poll() is not None, "work")
+        wait_until(
+            lambda: sum(map(cpu_seconds, decoders)) >= 1.2 or process.poll() is not None, "work"
+        )
         process.kill()
         process.wait()
     wait_until(lambda: not any(map(is_running, decoders)), "decoders that end")
