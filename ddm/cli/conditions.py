@@ -76,7 +76,7 @@ def class_number(text: str, condition: Condition) -> int:
     if number is None:
         raise SetupError(
             "--class",
-            expected=f"a class, {condition.classes.words()}",
+            expected=f"a class, {condition.classes.choices()}",
             got=repr(text[:40]),
             remedy="Name one of these. `ddm info RELEASE --root FILE` lists the classes of a release.",
         )

@@ -199,7 +199,7 @@ def _one_class(
 ) -> EvaluatedConditions:
     label = condition.classes.number(text)
     if label is None:
-        expected = f"{', '.join(_WAYS)}, or a class, {condition.classes.words()}"
+        expected = f"{', '.join(_WAYS)}, or a class, {condition.classes.choices()}"
         raise SetupError("--class", expected=expected, got=repr(text[:40]))
     # Samples of one class are compared with real images of that class where the reference has labels.
     name = condition.classes.name(label)

@@ -49,14 +49,19 @@ class Classes:
         return self.names[number]
 
     def words(self, max_names: int = 8) -> str:
-        """Return the classes for a message: their names, where there are any, and their numbers."""
-        numbers = f"0 to {self.num - 1}"
+        """Return the classes for a message: their names, or their numbers."""
         if not self.names:
-            return numbers
+            return f"0 to {self.num - 1}"
         text = ", ".join(self.names[:max_names])
         if self.num > max_names:
             text += f" and {self.num - max_names} more"
-        return f"{text} ({numbers})"
+        return text
+
+    def choices(self) -> str:
+        """Return for a message what a person may call a class: its name, if it has one, or its number."""
+        if not self.names:
+            return self.words()
+        return f"{self.words()}, or a number from 0 to {self.num - 1}"
 
 
 def normalize_name(name: str) -> str:

@@ -189,7 +189,7 @@ def by_number(condition: Condition, value: ConditionValue | str) -> ConditionVal
         return cast("ConditionValue", value)
     number = condition.classes.number(value)
     if number is None:
-        expected = f"a class, {condition.classes.words()}"
+        expected = f"a class, {condition.classes.choices()}"
         raise MathError("condition", expected=expected, got=repr(value[:40]))
     return number
 

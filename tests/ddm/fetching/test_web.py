@@ -144,7 +144,9 @@ def test_host_that_stalls_is_given_up_in_time(
     state.answers["/file"] = answer
 
     def refuse() -> None:
-        with pytest.raises(TransportError, match="fewer than 1024 bytes in 0.2 seconds"):
+        # A connection that is made late, on a busy machine, ends at the other limit.
+        given_up = "fewer than 1024 bytes in 0.2 seconds|no answer in time"
+        with pytest.raises(TransportError, match=given_up):
             fetch(url, limits, MemoryFile())
 
     assert seconds_of(refuse) < SLOWEST_S

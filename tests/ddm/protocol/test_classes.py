@@ -28,7 +28,9 @@ def test_labels_mean_classes_by_name_or_by_number() -> None:
             assert NAMED.number(text) == number
     assert Classes(2).number("1") == 1 and Classes(2).number("normal") is None
     assert (NAMED.name(1), Classes(2).name(1)) == ("Viral pneumonia", "1")
-    assert (NAMED.words(1), Classes(2).words()) == ("normal and 2 more (0 to 2)", "0 to 1")
+    assert (NAMED.words(1), Classes(2).words()) == ("normal and 2 more", "0 to 1")
+    assert Classes(2).choices() == "0 to 1"
+    assert NAMED.choices() == "normal, Viral pneumonia, 2, or a number from 0 to 2"
 
 
 @pytest.mark.parametrize(
