@@ -12,6 +12,8 @@ from ddm.protocol.architecture import Architecture
 from ddm.protocol.learning import Share, Training
 
 EMA_WIDTH = 0.1
+MAX_WARMUP_STEPS = 100
+WARMUP_DIVISOR = 20
 # Of the usual rate, where training starts from a base: the full one would first undo a part of what the base knows.
 BASE_RATE_SHARE = 0.5
 
@@ -24,6 +26,8 @@ class TrainingRecipe(Training):
             smaller rates, and half of that where all weights are trained from a base; a unet needs one. Where islands
             start from a seed, it is the seed's, and theirs is half of it.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
+        warmup_steps: steps over which the rate first rises from 0; the fall has begun by then. By default a twentieth of
+            the steps, and at most 100.
         weight_decay: AdamW's weight decay.
         precision: precision of the arithmetic; auto is bf16 where products in it are faster (GPUs, AMX,
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
@@ -36,6 +40,7 @@ class TrainingRecipe(Training):
     # A plan states the number; only its recipe may leave it to `plain`.
     learning_rate: Annotated[float | None, Field(gt=0.0, le=1.0)] = None  # type: ignore[assignment]
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: Annotated[int | None, Field(ge=0, le=10**9)] = None  # type: ignore[assignment]
     weight_decay: Share = 0.01
     precision: Literal["auto", "fp32", "bf16"] = "auto"
 
@@ -58,6 +63,9 @@ class TrainingRecipe(Training):
         if starts_from_base and is_from_scratch:
             rate *= BASE_RATE_SHARE
         values["learning_rate"] = rate
+        if self.warmup_steps is None:
+            # A short run, as from a base, would otherwise end before it reaches its rate.
+            values["warmup_steps"] = min(MAX_WARMUP_STEPS, self.num_steps // WARMUP_DIVISOR)
         values["ema_width"] = self.ema_width if self.averages else EMA_WIDTH
         return Training.model_construct(**values)
 

@@ -153,6 +153,7 @@ def _joining(cells: Cells) -> list[TableTarget]:
             by_start[PUBLIC],
             many_rounds,
         ),
+        _bytes_of_base(cells, by_start[PUBLIC], many_rounds),
         _ratio(
             "FID of silos from one silo's expert over that from random weights, equal FLOPs in all",
             0.5,
@@ -189,6 +190,16 @@ def _joining(cells: Cells) -> list[TableTarget]:
             name="smallest_own_fid",
         ),
     ]
+
+
+def _bytes_of_base(cells: Cells, one_round: str, many_rounds: str) -> TableTarget:
+    """What an ensemble from a base sends, over federated averaging from the same base."""
+    most = 0.01
+    figure = "bytes of these silos, with those of the base, over those of 100 rounds of FedAvg"
+    target = _ratio(figure, most, cells, one_round, many_rounds, name="bytes")
+    if target.value is not None:
+        target = replace(target, met="yes" if target.value < most else "no")
+    return replace(target, target=f"under {most:g}")
 
 
 def _neutral(cells: Cells) -> TableTarget:

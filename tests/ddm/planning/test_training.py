@@ -39,6 +39,14 @@ def test_unet_needs_a_rate() -> None:
     assert expert(unet, learning_rate=0.0002).training.learning_rate == 0.0002
 
 
+@pytest.mark.parametrize(("num_steps", "warmup"), [(20_000, 100), (2000, 100), (50, 2), (10, 0)])
+def test_rate_rises_over_a_twentieth_of_the_steps_and_at_most_100(
+    num_steps: int, warmup: int
+) -> None:
+    assert expert(num_steps=num_steps).training.warmup_steps == warmup
+    assert expert(num_steps=num_steps, warmup_steps=7).training.warmup_steps == 7
+
+
 def test_what_a_recipe_says_stands() -> None:
     stated = {
         "learning_rate": 0.003,
