@@ -72,6 +72,7 @@ def test_notebook_has_no_outputs_short_cells_and_a_name_for_each() -> None:
             assert cells[0]["source"][0].startswith("# ")
 
 
+@pytest.mark.slow
 def test_islands_become_a_release_that_the_next_notebook_opens(copied: Path) -> None:
     displayed = run(copied, "islands.ipynb")
     assert num_showing(displayed, PICTURE) == 3

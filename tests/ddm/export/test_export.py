@@ -50,9 +50,9 @@ UNET = Unet(
 MMDIT = Mmdit(patch=2, hidden=16, depth=2, heads=2, shared_depth=1)
 NETWORKS = [
     pytest.param(DIT, CLASSES, id="dit-class"),
-    # Its trace takes half a minute.
+    # Their traces take up to half a minute.
     pytest.param(UNET, NoCondition(), id="unet", marks=pytest.mark.slow),
-    pytest.param(MMDIT, TEXT, id="mmdit-text"),
+    pytest.param(MMDIT, TEXT, id="mmdit-text", marks=pytest.mark.slow),
 ]
 
 

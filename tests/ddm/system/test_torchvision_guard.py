@@ -37,6 +37,7 @@ def test_code_of_the_how_to_runs_as_typed() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_startup_file_lets_accelerate_start_which_knows_nothing_of_ddm(tmp_path: Path) -> None:
     assert install_startup_file(tmp_path, fits=False)
     ended = python(
