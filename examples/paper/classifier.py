@@ -52,14 +52,14 @@ def main() -> None:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(arguments.seed))
     held = order[: len(order) // _HELD_OUT]
     kept = order[len(order) // _HELD_OUT :]
-    with progress(f"training on {len(kept)} images") as tell:
+    with progress(f"training on {len(kept)} images") as report_progress:
         classifier = train_classifier(
             images[kept],
             labels[kept],
             data,
             num_steps=arguments.steps,
             seed=arguments.seed,
-            on_progress=tell,
+            on_progress=report_progress,
         )
     classifier.save(arguments.out)
     right = classifier.accuracy(images[held], labels[held])

@@ -127,8 +127,10 @@ def run(given: argparse.Namespace) -> None:
 
 def _classifier(public: Part, kept: Path) -> Classifier:
     if not kept.exists():
-        with progress("training the classifier") as tell:
-            train_classifier(public.images, public.label_N, DATA, on_progress=tell).save(kept)
+        with progress("training the classifier") as report_progress:
+            train_classifier(public.images, public.label_N, DATA, on_progress=report_progress).save(
+                kept
+            )
     return Classifier.load(kept)
 
 
@@ -153,14 +155,15 @@ def _measure(
     if row.drop is not None:
         examples = Examples(part.images, part.label_N, row.drop)
     with tempfile.TemporaryDirectory() as scratch:
-        with progress(f"{name}: training") as tell:
+        with progress(f"{name}: training") as report_progress:
             trained = train(
                 model,
                 examples,
                 settings,
                 TrainingObjective(t_distribution=row.times),
                 TrainingRun(
-                    Path(scratch), on_progress=lambda done: tell(done.step, done.num_steps)
+                    Path(scratch),
+                    on_progress=lambda done: report_progress(done.step, done.num_steps),
                 ),
             )
         averages: dict[float | None, dict[str, Tensor]] = {None: trained.ema}
@@ -174,13 +177,13 @@ def _measure(
     for width, weights in averages.items():
         model.load_state_dict(weights)
         ensemble = Ensemble([model.eval()], None, [1.0], SHAPE, condition=condition)
-        with progress(f"{name}: drawing") as tell:
+        with progress(f"{name}: drawing") as report_progress:
             drawn = ensemble.sample(
                 num,
                 steps=_SOLVER_STEPS,
                 condition=classes,
                 seed=seed,
-                options=SamplingOptions(on_progress=tell),
+                options=SamplingOptions(on_progress=report_progress),
             )
         samples = FeatureSet.of(judge.encode(drawn.images.clamp(*DATA.range)), _NEIGHBOURS)
         fids[width] = measure(samples, reference)[0]["fid"]

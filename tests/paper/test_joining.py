@@ -9,7 +9,16 @@ import torch
 from ddm.errors import DataError, SetupError
 from examples.paper.bases import squares_of_photographs
 from examples.paper.tables.data import World, read_world
-from examples.paper.tables.joining import JOINING, PUBLIC, RANDOM, SEEDED, ensemble, joining, pooled
+from examples.paper.tables.joining import (
+    JOINING,
+    PUBLIC,
+    RANDOM,
+    SEEDED,
+    averaging,
+    ensemble,
+    joining,
+    pooled,
+)
 from examples.paper.tables.lab import num_messages
 from examples.paper.tables.models import images_of
 from examples.paper.tables.presets import preset_for
@@ -106,22 +115,24 @@ def test_all_models_of_the_table_have_their_own_folders() -> None:
     assert len({row.source.model_dump_json() for row in fixed}) == len(fixed) == len(rows) - 1
 
 
+def measured_cell(seed: int, **figures: float) -> Cell:
+    """A row's figures for one seed."""
+    return Cell(
+        seed=seed,
+        cost=None,
+        router="",
+        num_samples=1,
+        sampling_seconds=1.0,
+        figures={name: Figure(value=value) for name, value in figures.items()},
+        commit="c",
+        hardware="h",
+        utc="0",
+    )
+
+
 def test_targets_compare_the_rows_that_they_name() -> None:
     def cells(**figures: float) -> dict[int, Cell]:
-        return {
-            seed: Cell(
-                seed=seed,
-                cost=None,
-                router="",
-                num_samples=1,
-                sampling_seconds=1.0,
-                figures={name: Figure(value=value) for name, value in figures.items()},
-                commit="c",
-                hardware="h",
-                utc="0",
-            )
-            for seed in range(3)
-        }
+        return {seed: measured_cell(seed, **figures) for seed in range(3)}
 
     measured = {
         pooled(RANDOM): cells(fid=12.0),
@@ -138,7 +149,20 @@ def test_targets_compare_the_rows_that_they_name() -> None:
     assert over_pooled.value == pytest.approx(1.05) and over_pooled.met == "yes"
     over_alone = reached["FID of the ensemble over that of the mean silo alone, whole budgets"]
     assert over_alone.value == pytest.approx(1 / 11) and over_alone.met == "yes"
-    assert named("100 rounds").value is None
+    assert named("FID", "100 rounds").value is None
+
+
+@pytest.mark.parametrize(("sent", "met"), [(99.0, "yes"), (100.0, "no")])
+def test_bytes_of_a_base_must_be_below_a_hundredth(sent: float, met: str) -> None:
+    def sends(num_bytes: float) -> dict[int, Cell]:
+        return {seed: measured_cell(seed, bytes=num_bytes, fid=1.0) for seed in range(3)}
+
+    many_rounds = averaging(0.5, 100, PUBLIC)
+    rows = {ensemble(0.5, PUBLIC): sends(sent), many_rounds: sends(10_000.0)}
+    reached = targets({JOINING: rows})
+    (target,) = [target for target in reached if "bytes" in target.figure and target.seeds]
+    assert (target.target, target.met) == ("under 0.01", met)
+    assert target.value == pytest.approx(sent / 10_000)
 
 
 def test_public_base_learns_the_images_of_another_origin_where_a_file_names_them(

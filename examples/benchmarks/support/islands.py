@@ -72,7 +72,7 @@ def _train(expert: nn.Module, images: Tensor, folder: Path, num_steps: int) -> d
         ema_decay=0.995,
     )
 
-    def tell(progress: Progress) -> None:
+    def report_progress(progress: Progress) -> None:
         if progress.step % 200 == 0:
             say(
                 f"{folder.name}: step {progress.step}, loss {progress.loss:.4f}, {progress.seconds:.0f} s"
@@ -84,7 +84,7 @@ def _train(expert: nn.Module, images: Tensor, folder: Path, num_steps: int) -> d
         Examples(images),
         recipe,
         TrainingObjective(),
-        TrainingRun(folder, on_progress=tell, engine=Engine(device="cpu")),
+        TrainingRun(folder, on_progress=report_progress, engine=Engine(device="cpu")),
     )
     return training.ema
 

@@ -17,10 +17,14 @@ def train(message: Message, context: Context) -> Message:
     config = message.content["config"]
     weights = {name: array.numpy() for name, array in message.content["arrays"].items()}
     numbers = {"round": float(config["round"]), "mu": float(config.get("proximal-mu", 0.0))}
-    learnt, told = ask(folder, silo, message.metadata.message_id, weights, numbers)
+    learnt, report = ask(folder, silo, message.metadata.message_id, weights, numbers)
     arrays = ArrayRecord({name: Array(value) for name, value in learnt.items()})
     metrics = MetricRecord(
-        {"num-examples": int(told["images"]), "flops": told["flops"], "diverged": told["diverged"]}
+        {
+            "num-examples": int(report["images"]),
+            "flops": report["flops"],
+            "diverged": report["diverged"],
+        }
     )
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 

@@ -55,7 +55,7 @@ class Relay:
         return client, socket.create_connection(("127.0.0.1", self._target_port))
 
     def watch(self, upwards: bool) -> Callable[[bytes], None]:
-        """Return what is told of each piece of one direction of a connection, before it is passed on."""
+        """Return the callback for each piece of one direction of a connection, called before the piece is passed on."""
 
         def count(piece: bytes) -> None:
             with self._lock:
@@ -97,10 +97,10 @@ class Relay:
                     self._ends -= {client, server}
 
     def _pump(self, source: socket.socket, sink: socket.socket, upwards: bool) -> None:
-        tell = self.watch(upwards)
+        report_progress = self.watch(upwards)
         with contextlib.suppress(OSError):
             while piece := source.recv(1 << 18):
-                tell(piece)
+                report_progress(piece)
                 sink.sendall(piece)
         _wake(source, sink)
 

@@ -43,11 +43,11 @@ class Clock:
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[..., None]]:
         """Yield what shows the steps done of all steps; it raises `OutOfTime` when the minutes are over."""
-        with progress(label) as tell:
+        with progress(label) as report_progress:
 
             def step(done: int, total: int, *_: object) -> None:
                 self.check()
-                tell(done, total)
+                report_progress(done, total)
 
             yield step
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -98,18 +99,24 @@ def _train(shop: Workshop, islands: Islands, num: int, name: str) -> tuple[float
     settings = TrainingSettings(device=shop.engine.device)
     for number in range(num):
         with (
-            progress(f"{name}: expert {number + 1} of {num}") as tell,
+            progress(f"{name}: expert {number + 1} of {num}") as report_progress,
             shop.clock.while_training() as is_over,
         ):
-
-            def show(done: Progress, tell: Callable[[int, int], None] = tell) -> None:
-                tell(done.step, done.num_steps)
-
-            trained = train_island(islands, number, settings, on_progress=show, should_stop=is_over)
+            trained = train_island(
+                islands,
+                number,
+                settings,
+                on_progress=partial(_show_step, report_progress),
+                should_stop=is_over,
+            )
         if trained is not None:
             seconds = seconds + trained.training.seconds
             flops = flops + trained.training.flops
     return seconds, flops
+
+
+def _show_step(report_progress: Callable[[int, int], None], progress: Progress) -> None:
+    report_progress(progress.step, progress.num_steps)
 
 
 def _assemble(shop: Workshop, islands: Islands, release: Path, seed: int, name: str) -> None:

@@ -85,9 +85,9 @@ class Workshop:
         """How this machine trains."""
         return Engine(device="cuda" if self.device.type == "cuda" else "cpu")
 
-    def condition(self, told: bool) -> ClassCondition | NoCondition:
-        """Return the condition of models that are told the class of an image, or of those that are not."""
-        return ClassCondition(num_classes=self.world.num_classes) if told else NoCondition()
+    def condition(self, conditional: bool) -> ClassCondition | NoCondition:
+        """Return the condition of models of classes, or of those without conditions."""
+        return ClassCondition(num_classes=self.world.num_classes) if conditional else NoCondition()
 
     def training(
         self, budget: float, batch_size: int, rate: float, seed: int, updates: int = 1
@@ -111,27 +111,27 @@ class Workshop:
         )
 
     def dense_training(
-        self, budget: float, rate: float, seed: int, told: bool = False, updates: int = 1
+        self, budget: float, rate: float, seed: int, conditional: bool = False, updates: int = 1
     ) -> TrainingRecipe:
         """The same of a model of all images, with as many steps more as an ensemble's router costs."""
         settings = self.training(budget, self.preset.batch_size, rate, seed, updates)
         step_flops = (
             count_flops(self.preset.network, self.world.data.shape)[1] * settings.batch_size
         )
-        extra = ceil(self.router_flops(budget, self.preset.num_islands, told) / step_flops)
+        extra = ceil(self.router_flops(budget, self.preset.num_islands, conditional) / step_flops)
         return settings.model_copy(update={"num_steps": settings.num_steps + extra})
 
-    def router(self, budget: float, told: bool) -> CountsSettings | SamplesSettings:
+    def router(self, budget: float, conditional: bool) -> CountsSettings | SamplesSettings:
         """The router of ensembles, at this budget."""
-        if self.preset.router == "counts" and not told:
+        if self.preset.router == "counts" and not conditional:
             return CountsSettings()
         settings = self.preset.transformer
         steps = max(1, round(budget * settings.num_steps))
-        return settings.model_copy(update={"num_steps": steps, "conditional": told})
+        return settings.model_copy(update={"num_steps": steps, "conditional": conditional})
 
-    def router_flops(self, budget: float, num: int, told: bool) -> int:
+    def router_flops(self, budget: float, num: int, conditional: bool) -> int:
         """Return what training it takes."""
-        settings = self.router(budget, told)
+        settings = self.router(budget, conditional)
         return (
             router_flops(num, self.world.data.shape, settings)
             if isinstance(settings, SamplesSettings)
@@ -139,13 +139,13 @@ class Workshop:
         )
 
     def trained(
-        self, name: str, told: bool, settings: Training, run: Run, *, teaching: float = 0.0
+        self, name: str, conditional: bool, settings: Training, run: Run, *, teaching: float = 0.0
     ) -> None:
         """Train a dense model, unless it is there.
 
         Args:
             name: of its folder.
-            told: whether it is told the class of an image.
+            conditional: whether it takes the class of an image as its condition.
             settings: its recipe.
             run: trains it.
             teaching: operations of its teacher.
@@ -156,12 +156,22 @@ class Workshop:
             return
         folder.mkdir(parents=True, exist_ok=True)
         model = build_expert(
-            network, self.world.data.shape, condition=self.condition(told), seed=settings.seed
+            network,
+            self.world.data.shape,
+            condition=self.condition(conditional),
+            seed=settings.seed,
         )
-        with progress(f"{name}: training") as tell, self.clock.while_training() as is_over:
+        with (
+            progress(f"{name}: training") as report_progress,
+            self.clock.while_training() as is_over,
+        ):
             checkpoints = folder / "checkpoints"
             training = run(
-                model, checkpoints, self.engine, lambda at: tell(at.step, at.num_steps), is_over
+                model,
+                checkpoints,
+                self.engine,
+                lambda at: report_progress(at.step, at.num_steps),
+                is_over,
             )
         save_tensors(folder / WEIGHTS, training.ema)
         cost = Cost(
@@ -176,11 +186,11 @@ class Workshop:
         write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
         shutil.rmtree(folder / "checkpoints")
 
-    def opened(self, name: str, told: bool = False) -> Made:
+    def opened(self, name: str, conditional: bool = False) -> Made:
         """Open a dense model as an ensemble of one expert."""
         folder = self.out / name
         shape = self.world.data.shape
-        condition = self.condition(told)
+        condition = self.condition(conditional)
         file = File.of(WEIGHTS, folder / WEIGHTS)
         expert = load_expert(self.preset.network, shape, folder, file, condition).to(self.device)
         cost = Cost.model_validate_json((folder / RECORD).read_bytes())

@@ -21,9 +21,9 @@ class Preset(Model):
         rates: learning rates to choose among on validation images, each over the network's width.
         tuning: share of the steps of budget 1 that a choice of the rate takes; while the best is the lowest or the
             highest that was tried, one beyond it is tried as well.
-        router: of ensembles that are told no class: counts of public groups, which takes no training, or the
+        router: of ensembles without classes: counts of public groups, which takes no training, or the
             transformer, where training it is worth its operations.
-        transformer: the router of ensembles that are told a class, and of table 6; its steps at budget 1.
+        transformer: the router of ensembles with classes as conditions, and of table 6; its steps at budget 1.
         fit_images: most training images that encoder, clusters and router are fitted and judged on.
         classifier_steps: of the network whose features FID is taken in.
         num_islands: K of the ensembles whose strategies are compared.

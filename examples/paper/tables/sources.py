@@ -13,7 +13,7 @@ from ddm.protocol.base import Model
 Partition = Literal["clusters", "random", "silos", "unequal"]
 Recipe = Literal["default", "former"]
 Objectives = Literal["velocity", "mixed"]
-Told = Annotated[bool, Field(exclude_if=lambda told: not told)]
+_Flag = Annotated[bool, Field(exclude_if=lambda is_set: not is_set)]
 Times = Annotated[int, Field(ge=1, exclude_if=lambda times: times == 1)]
 _UNLESS_NONE = Field(exclude_if=lambda value: value is None)
 Concentration = Annotated[float, Field(gt=0, exclude_if=lambda value: value == 0.5)]
@@ -60,7 +60,7 @@ class Monolith(Model):
         updates: how many times as many steps it takes, each of as many times fewer images.
         recipe: what plans leave to the library; or what they left to it before: uniform t, a constant rate.
         tuned: whether its rate is chosen among several, or is the one that plans take where they name none.
-        conditional: whether it is told the class of an image.
+        conditional: whether it takes the class of an image as its condition.
         images: what it is trained on.
         start: the model with whose weights it starts; None for random ones.
     """
@@ -71,7 +71,7 @@ class Monolith(Model):
     updates: Times = 1
     recipe: Annotated[Recipe, Field(exclude_if=lambda recipe: recipe == "default")] = "default"
     tuned: Annotated[bool, Field(exclude_if=lambda tuned: tuned)] = True
-    conditional: Told = False
+    conditional: _Flag = False
     images: Annotated[Images, Field(exclude_if=lambda images: images.kind == "all")] = AllImages()
     start: "Annotated[Monolith | None, _UNLESS_NONE]" = None
 
@@ -87,7 +87,7 @@ class Experts(Model):
         concentration: of the classes of Dirichlet silos.
         whole: whether every silo brings the whole budget, in the monolith's batches.
         objectives: what experts predict, on which path: all velocities on the linear one, or one of `MIXED` in turn.
-        conditional: whether experts and router are told the class of an image.
+        conditional: whether experts and router take the class of an image as their condition.
         start: the model with whose weights all experts start; None for random ones.
     """
 
@@ -97,11 +97,11 @@ class Experts(Model):
     updates: Times = 1
     partition: Partition = "clusters"
     concentration: Concentration = 0.5
-    whole: Told = False
+    whole: _Flag = False
     objectives: Annotated[Objectives, Field(exclude_if=lambda which: which == "velocity")] = (
         "velocity"
     )
-    conditional: Told = False
+    conditional: _Flag = False
     start: "Annotated[Monolith | FirstRound | None, _UNLESS_NONE]" = None
 
 
@@ -140,7 +140,7 @@ class Student(Model):
 
     @property
     def conditional(self) -> bool:
-        """Never told a class."""
+        """Never: it takes no class."""
         return False
 
 
@@ -168,12 +168,12 @@ class Federated(Model):
     mu: float = 0.0
     lost: bool = False
     concentration: Concentration = 0.5
-    in_process: Told = False
+    in_process: _Flag = False
     start: Annotated[Monolith | None, _UNLESS_NONE] = None
 
     @property
     def conditional(self) -> bool:
-        """Never told a class."""
+        """Never: it takes no class."""
         return False
 
 
