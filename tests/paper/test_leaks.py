@@ -62,7 +62,7 @@ def test_base_learns_public_images_and_nobody_learns_the_units_held_out(world: W
     data = Data.of(world, (1, 2), (2, 3))
     assert (
         len(data.learned) == 200
-        and len(data.held) == 300
+        and len(data.held_out) == 300
         and len(data.public) == 150
         and len(data.test) == 100
     )
@@ -70,7 +70,7 @@ def test_base_learns_public_images_and_nobody_learns_the_units_held_out(world: W
     assert not is_public_NM.any()
     silo = Silo(LeakWorkshop(data, world, Path("unused"), 1.0), CHOICES["random"], 50)
     assert torch.equal(silo.cohort.images[:50], data.learned[:50]) and torch.equal(
-        silo.cohort.images[50:], data.held
+        silo.cohort.images[50:], data.held_out
     )
 
 
