@@ -42,7 +42,7 @@ def read_continued(
     """
     if not isinstance(adaptation, OwnAdaptation):
         return None
-    plan = _read_signed_plan(federation, adaptation.plan_id)
+    plan = read_signed_plan(federation, adaptation.plan_id)
     submissions = {}
     for silo_id in silos:
         # A silo that was accepted has its own expert; one that was refused or never sent any starts from random
@@ -92,7 +92,7 @@ def check_continued(plan: Plan, continued: ContinuedExperts | None) -> None:
         check_continuation(continued.plan, plan, silo_id)
 
 
-def _read_signed_plan(federation: Federation, plan_id: str) -> Plan:
+def read_signed_plan(federation: Federation, plan_id: str) -> Plan:
     """Read a plan that this federation signed before.
 
     Raises:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.membership.withdrawal import has_left
+from aggregator.planning.continuing import read_signed_plan
 from ddm.diffusion.path import Expert, path_named, target_of, x_t
 from ddm.diffusion.path import Path as DiffusionPath
 from ddm.distillation.student import read_record
@@ -19,10 +20,16 @@ from ddm.loading.release import Release, open_release
 from ddm.models.base_weights import BaseWeights
 from ddm.planning.bases import BaseSource, BaseSpace, read_weights
 from ddm.planning.recipe import ReleaseBaseRecipe
-from ddm.planning.released_base import consents, no_consent_error, teachers_of, trained_plan
-from ddm.protocol.bases import StudentBase
+from ddm.planning.released_base import (
+    no_consent_error,
+    silos_without_consent,
+    teachers_of,
+    trained_plan,
+)
+from ddm.protocol.bases import ExpertBase, StudentBase
 from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import PublishedExpert
+from ddm.protocol.plan import Plan
 
 # Shape legend: B images.
 
@@ -65,32 +72,66 @@ def verify_base_release(federation: Federation, chosen: ReleaseBaseRecipe) -> Re
 
 
 def silos_that_left(federation: Federation, release: Release) -> frozenset[str]:
-    """Return the silos of a release whose consent is over: they withdrew their experts since, or were removed.
+    """Return the silos whose consent is over: they withdrew their experts since, or were removed.
 
-    Nothing is known of silos of another federation.
+    These are silos of the release, and of the earlier rounds from which its experts began. Nothing is known of silos of
+    another federation.
+
+    Raises:
+        MissingFileError: the plan of an earlier round is not in the federation's folder.
     """
-    if release.plan.root_digest != federation.root_digest:
-        return frozenset()
     left = set()
-    for silo_id in release.submissions:
-        plan = trained_plan(release, silo_id)
-        if has_left(federation, plan, silo_id):
-            left.add(silo_id)
+    if release.plan.root_digest == federation.root_digest:
+        for silo_id in release.submissions:
+            if has_left(federation, trained_plan(release, silo_id), silo_id):
+                left.add(silo_id)
+    for plan in (release.plan, *release.earlier_plans.values()):
+        left |= _earlier_silos_that_left(federation, plan)
     return frozenset(left)
 
 
+def _earlier_silos_that_left(federation: Federation, plan: Plan) -> set[str]:
+    """Return the silos whose consent is over, of all rounds that a plan's base goes back to."""
+    left = set()
+    waiting_plans = {plan.plan_id: plan}
+    visited_plans = set()
+    while waiting_plans:
+        plan_id, plan = waiting_plans.popitem()
+        visited_plans.add(plan_id)
+        if plan.base is None or not isinstance(plan.base.origin, ExpertBase | StudentBase):
+            continue
+        origin = plan.base.origin
+        if origin.root != federation.root_digest:
+            continue
+        round_before = read_signed_plan(federation, origin.plan_id)
+        # The origin's other silos taught in rounds before that one.
+        for silo_id in set(origin.silos) & set(round_before.members):
+            # An expert that was carried over was trained for an earlier plan.
+            trained_id = round_before.origin(silo_id)
+            teacher_plan = round_before
+            if trained_id != round_before.plan_id:
+                teacher_plan = read_signed_plan(federation, trained_id)
+            if has_left(federation, teacher_plan, silo_id):
+                left.add(silo_id)
+            if trained_id not in visited_plans:
+                waiting_plans[trained_id] = teacher_plan
+    return left
+
+
 def consenting_experts(release: Release, left: Set[str]) -> tuple[PublishedExpert, ...]:
-    """Return the experts whose silos agree that they serve as a base; one owner's experts all do.
+    """Return the experts that may serve as a base: every silo whose images they learned agrees.
 
     Args:
         release: the release.
-        left: its silos whose consent is over (`silos_that_left`).
+        left: the silos whose consent is over (`silos_that_left`).
 
     Raises:
-        PolicyError: no silo agrees.
+        PolicyError: there is none.
     """
     experts = tuple(
-        expert for expert in release.manifest.experts if consents(release, expert.silo_id, left)
+        expert
+        for expert in release.manifest.experts
+        if not silos_without_consent(release, [expert], left)
     )
     if not experts:
         raise no_consent_error(release, ", ".join(silo.silo_id for silo in release.manifest.silos))
@@ -123,7 +164,7 @@ def compare_experts(release: Release, images: Tensor, left: Set[str]) -> list[Co
     Args:
         release: the release.
         images: public images of the release's shape and range, shape (B, C, H, W).
-        left: its silos whose consent is over (`silos_that_left`).
+        left: the silos whose consent is over (`silos_that_left`).
 
     Raises:
         ShapeError: images of another shape than the release's.
@@ -158,11 +199,11 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
     Args:
         release: the release.
         weights: the student's file.
-        left: the release's silos whose consent is over (`silos_that_left`).
+        left: the silos whose consent is over (`silos_that_left`).
 
     Raises:
         DigestError: it was distilled from another release, or its file is not the one of its record.
-        PolicyError: a silo of the release does not agree that its experts serve as a base.
+        PolicyError: a silo of the release, or of an earlier round, does not agree that its experts serve as a base.
         MissingFileError, DocumentError, TensorFileError: see `ddm.distillation.student.read_record`.
     """
     record = read_record(weights)
@@ -174,11 +215,9 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
             remedy="Name the release that the student was distilled from: --from-release.",
         )
     # It knows what all of its teachers know.
-    missing = [
-        silo.silo_id for silo in release.manifest.silos if not consents(release, silo.silo_id, left)
-    ]
-    if missing:
-        raise no_consent_error(release, ", ".join(missing))
+    dissenting_silos = silos_without_consent(release, release.manifest.experts, left)
+    if dissenting_silos:
+        raise no_consent_error(release, ", ".join(dissenting_silos))
     silos, is_private = teachers_of(release, release.manifest.experts)
     shape = record.latent.shape(record.data.shape)
     autoencoder = None

@@ -20,11 +20,11 @@ def expert_source(release: Release, expert_id: str, left: Set[str]) -> BaseSourc
     Args:
         release: the release.
         expert_id: the expert's name.
-        left: the release's silos whose consent is over.
+        left: the silos whose consent is over, those of earlier rounds included.
 
     Raises:
         SetupError: the release has no such expert.
-        PolicyError: its silo does not agree that it serves as a base.
+        PolicyError: its silo, or one whose images its own base learned, does not agree that it serves as a base.
         DigestError, TensorFileError: its file is not the one that the release lists.
     """
     plan = release.plan
@@ -36,8 +36,9 @@ def expert_source(release: Release, expert_id: str, left: Set[str]) -> BaseSourc
             got=ascii(expert_id)[:80],
         )
     expert = experts[expert_id]
-    if not consents(release, expert.silo_id, left):
-        raise no_consent_error(release, expert.silo_id)
+    dissenting_silos = silos_without_consent(release, [expert], left)
+    if dissenting_silos:
+        raise no_consent_error(release, ", ".join(dissenting_silos))
     # A silo that is carried over has its files in the folder of its own plan.
     file = release.verified.files[expert.file.path]
     network = load_expert(
@@ -78,8 +79,12 @@ def teachers_of(
     """Return the silos whose images these experts learned, also by way of their own base, and whether privately."""
     silos = {expert.silo_id for expert in experts}
     is_private = all(expert.privacy is not None for expert in experts)
-    for silo_id in tuple(silos):
-        plan = trained_plan(release, silo_id)
+    plans = {}
+    for expert in experts:
+        plan = trained_plan(release, expert.silo_id)
+        plans[plan.plan_id] = plan
+    # Hundreds of silos train for one plan.
+    for plan in plans.values():
         if plan.base is None:
             continue
         match plan.base.origin:
@@ -107,6 +112,25 @@ def consents(release: Release, silo_id: str, left: Set[str]) -> bool:
     return isinstance(document, Island) or document.serve_as_base
 
 
+def silos_without_consent(
+    release: Release, experts: Sequence[PublishedExpert], left: Set[str]
+) -> tuple[str, ...]:
+    """Return the silos that do not agree, or no longer, that training starts from these experts.
+
+    Args:
+        release: the release.
+        experts: experts of it.
+        left: the silos whose consent is over, those of earlier rounds included.
+    """
+    dissenting_silos = {
+        expert.silo_id for expert in experts if not consents(release, expert.silo_id, left)
+    }
+    # A silo of an earlier round signed its consent to that round, for which it was checked; it may be over since.
+    teachers, _ = teachers_of(release, experts)
+    dissenting_silos |= left & set(teachers)
+    return tuple(sorted(dissenting_silos))
+
+
 def no_consent_error(release: Release, silos: str) -> PolicyError:
     """Return the error of a base that silos of a release did not agree to."""
     return PolicyError(
@@ -114,5 +138,5 @@ def no_consent_error(release: Release, silos: str) -> PolicyError:
         expected="serve_as_base, a silo's signed consent that later plans start from its experts",
         got=f"submissions without it, or of silos that have left: {silos}"[:400],
         remedy="Ask for it: serve_as_base = true under [approval] in the silo's policy.toml, before it submits for "
-        "the next plan. This release stays without it.",
+        "the next plan. This release stays without it, and experts that learned from a silo that left cannot serve.",
     )

@@ -63,8 +63,11 @@ COUNTED = {
 }
 
 
-class FirstRound(NamedTuple):
-    """A federation that published experts which started from a file, and of which one may serve as a base."""
+APPROVAL = {"kind": "policy", "carry_over": True, "serve_as_base": True}
+
+
+class Round(NamedTuple):
+    """A federation that published experts which started from a base."""
 
     tiny: TinyFederation
     release: Path
@@ -96,20 +99,20 @@ def made_base(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> FirstRound:
+def first(tmp_path_factory: pytest.TempPathFactory) -> Round:
+    """The first round: experts started from a file, and north alone agrees to serve as a base."""
     folder = tmp_path_factory.mktemp("base")
     tiny = TinyFederation.create(folder / "tiny", SIZES)
-    approval = {"kind": "policy", "carry_over": True, "serve_as_base": True}
-    write_policy(tiny.sites["north"], POLICY | {"approval": approval})
+    write_policy(tiny.sites["north"], POLICY | {"approval": APPROVAL})
     made_base(folder / "base.safetensors")
     chosen = recipe(**tables(base=file_base(folder / "base.safetensors")))
     tiny.complete(folder / "release", chosen)
     opened = open_release(folder / "release", root=tiny.root, state=None)
-    return FirstRound(tiny, folder / "release", opened)
+    return Round(tiny, folder / "release", opened)
 
 
 def test_experts_start_from_the_base_and_all_of_their_weights_are_trained(
-    first: FirstRound, tmp_path: Path
+    first: Round, tmp_path: Path
 ) -> None:
     base = made_base(tmp_path / "base.safetensors")
     # Half of what a transformer of this width has from random weights.
@@ -123,7 +126,7 @@ def test_experts_start_from_the_base_and_all_of_their_weights_are_trained(
         assert max(moved.values()) < 2 * TRAINING["num_steps"] * rate  # type: ignore[operator]
 
 
-def test_plan_manifest_card_and_info_state_the_base(first: FirstRound) -> None:
+def test_plan_manifest_card_and_info_state_the_base(first: Round) -> None:
     plan = first.opened.plan
     manifest = first.opened.manifest
     assert plan.base is not None and manifest.base == plan.base
@@ -154,7 +157,7 @@ def plan_from_release(tiny: TinyFederation, release: Path, folder: Path) -> list
 
 @pytest.mark.parametrize("departure", ["withdrawn", "removed"])
 def test_expert_of_a_silo_that_left_is_no_base_of_a_later_plan(
-    first: FirstRound, tmp_path: Path, departure: str
+    first: Round, tmp_path: Path, departure: str
 ) -> None:
     """The attack: what a silo took back returns in every expert of the next plan, by way of an old release."""
     tiny = first.tiny.copy(tmp_path / "tiny")
@@ -174,7 +177,7 @@ def test_expert_of_a_silo_that_left_is_no_base_of_a_later_plan(
 
 
 def test_expert_of_a_release_becomes_the_base_of_the_next_plan(
-    first: FirstRound, tmp_path: Path
+    first: Round, tmp_path: Path
 ) -> None:
     tiny = first.tiny.copy(tmp_path / "tiny")
     words = plan_from_release(tiny, first.release, tmp_path)
@@ -197,14 +200,68 @@ def test_expert_of_a_release_becomes_the_base_of_the_next_plan(
     north = first.weights("north")
     assert all(torch.equal(base[name], north[name]) for name in north)
 
+
+@pytest.fixture(scope="module")
+def second(first: Round, tmp_path_factory: pytest.TempPathFactory) -> Round:
+    """The next round: both silos started from north's expert of the first one, and both agree to serve as a base."""
+    folder = tmp_path_factory.mktemp("second")
+    tiny = first.tiny.copy(folder / "tiny")
+    write_policy(tiny.sites["east"], POLICY | {"approval": APPROVAL})
+    signed = run_command(*plan_from_release(tiny, first.release, folder), "--expert", "north")
+    assert signed.code == 0, signed.err
     for silo_id in SIZES:
-        tiny.take_part(silo_id, plan.plan_id)
-    tiny.publish(tmp_path / "second")
-    second = open_release(tmp_path / "second", root=tiny.root, state=None)
-    assert second.manifest.base == plan.base
+        tiny.take_part(silo_id, tiny.current_plan_id())
+    tiny.publish(folder / "release")
+    opened = open_release(folder / "release", root=tiny.root, state=None)
+    return Round(tiny, folder / "release", opened)
 
 
-def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: FirstRound) -> None:
+def test_base_of_a_second_round_names_the_silo_of_the_first_one(second: Round) -> None:
+    assert second.opened.manifest.base == second.opened.plan.base
+    source = expert_source(second.opened, "east", NOBODY)
+    assert isinstance(source.origin, ExpertBase)
+    assert source.origin.silos == ("east", "north")
+    assert not source.origin.trained_privately
+    # The chain goes on: a base of the third round, as its plan would state it.
+    base = second.opened.plan.base
+    assert base is not None
+    third_base = base.model_copy(update={"origin": source.origin})
+    third_plan = second.opened.plan.model_copy(update={"base": third_base})
+    third = expert_source(replace(second.opened, plan=third_plan), "north", NOBODY)
+    assert isinstance(third.origin, ExpertBase)
+    assert third.origin.silos == ("east", "north")
+
+
+def test_expert_that_learned_from_a_removed_silo_in_an_earlier_round_is_no_base(
+    second: Round, tmp_path: Path
+) -> None:
+    """The attack: what a removed silo taught returns by way of another silo's expert, of a later round."""
+    # The control.
+    assert silos_that_left(second.tiny.federation, second.opened) == NOBODY
+    assert expert_source(second.opened, "east", NOBODY).num_images is not None
+
+    tiny = second.tiny.copy(tmp_path / "tiny")
+    remove_silo(tiny.federation, "north", "a test", PASSPHRASE)
+    words = plan_from_release(tiny, second.release, tmp_path)
+    for options in (("--expert", "east"), ()):
+        refused = run_command(*words, *options)
+        assert refused.code == PolicyError.exit_code, refused.err
+        assert "left: " in refused.err and "north" in refused.err
+
+
+def test_silo_that_only_an_earlier_round_has_is_known_to_have_left(
+    second: Round, tmp_path: Path
+) -> None:
+    tiny = second.tiny.copy(tmp_path / "tiny")
+    remove_silo(tiny.federation, "north", "a test", PASSPHRASE)
+    # A release in which north takes no part, after a round that started from north's expert.
+    submissions = {"east": second.opened.submissions["east"]}
+    without_north = replace(second.opened, submissions=submissions)
+    assert silos_that_left(tiny.federation, without_north) == {"north"}
+    assert silos_that_left(second.tiny.federation, without_north) == NOBODY
+
+
+def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: Round) -> None:
     chosen = ReleaseBaseRecipe(kind="release", release=str(first.release))
     release = verify_base_release(first.tiny.federation, chosen)
     compared = compare_experts(release, torch.from_numpy(images(40, 0.0, seed=3)), NOBODY)
@@ -216,7 +273,7 @@ def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: F
 
 
 def test_private_training_does_not_start_from_what_learned_the_same_images_openly(
-    first: FirstRound,
+    first: Round,
 ) -> None:
     document = json.loads(first.opened.plan.encode())
     document["expert"]["privacy"] = {
@@ -247,7 +304,7 @@ def test_private_training_does_not_start_from_what_learned_the_same_images_openl
 
 
 def test_base_under_a_licence_that_the_releases_do_not_keep_is_refused_in_planning(
-    first: FirstRound, tmp_path: Path
+    first: Round, tmp_path: Path
 ) -> None:
     made_base(tmp_path / "base.safetensors")
     tiny = first.tiny.copy(tmp_path / "tiny")
@@ -260,7 +317,7 @@ def test_base_under_a_licence_that_the_releases_do_not_keep_is_refused_in_planni
 
 @pytest.mark.parametrize("attack", ["as it is", "with its units in another order"])
 def test_silo_that_returns_the_base_is_noticed_in_screening(
-    first: FirstRound, tmp_path: Path, attack: str
+    first: Round, tmp_path: Path, attack: str
 ) -> None:
     plan = first.opened.plan.model_copy(update={"rehearsal": False})
     federation = first.tiny.federation
@@ -299,7 +356,7 @@ def lazy_expert(
     return honest.model_copy(update={"file": honest.file.of(honest.file.path, path)})
 
 
-def write_student(first: FirstRound, path: Path, manifest: str) -> None:
+def write_student(first: Round, path: Path, manifest: str) -> None:
     """What `ddm distill` leaves, with north's weights and the digest of a release's manifest."""
     save_tensors(path, first.weights("north"))
     plan = first.opened.plan
@@ -321,9 +378,7 @@ def write_student(first: FirstRound, path: Path, manifest: str) -> None:
     path.with_suffix(".json").write_bytes(record.encode())
 
 
-def test_student_is_a_base_where_all_of_its_teachers_agreed(
-    first: FirstRound, tmp_path: Path
-) -> None:
+def test_student_is_a_base_where_all_of_its_teachers_agreed(first: Round, tmp_path: Path) -> None:
     path = tmp_path / "student.safetensors"
     write_student(first, path, "0" * 64)
     with pytest.raises(DigestError):
