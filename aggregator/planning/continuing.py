@@ -7,7 +7,7 @@ from aggregator.config import Federation
 from ddm.errors import MissingFileError, SetupError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
-from ddm.protocol.continuation import check_continuation, grid_of
+from ddm.protocol.continuation import check_continuation, check_random_start, grid_of
 from ddm.protocol.learning import Adaptation, Expert, OwnAdaptation
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import submission_path
@@ -38,11 +38,14 @@ def read_continued(
 
     Raises:
         MissingFileError: the earlier plan is not one of this federation.
+        ReplayError: it has a base.
         SetupError: none of the silos has an accepted submission to it.
     """
     if not isinstance(adaptation, OwnAdaptation):
         return None
     plan = read_signed_plan(federation, adaptation.plan_id)
+    # Here as well as in `check_continued`, which comes after minutes of fitting.
+    check_random_start(plan)
     submissions = {}
     for silo_id in silos:
         # A silo that was accepted has its own expert; one that was refused or never sent any starts from random

@@ -12,11 +12,33 @@ def grid_of(plan: Plan) -> tuple[int, int] | None:
     return plan.expert.architecture.position_span(plan.expert_shape)
 
 
+def check_random_start(old: Plan) -> None:
+    """Refuse to train on the experts of a plan that has a base.
+
+    The new plan would not state that base: neither its licence, nor the silos whose images it learned, whose consent
+    and privacy depend on it.
+
+    Args:
+        old: the plan for which silos trained the experts.
+
+    Raises:
+        ReplayError: it has a base.
+    """
+    if old.base is not None:
+        raise ReplayError(
+            f"experts of plan {old.plan_id}, to be trained on",
+            expected="experts whose training did not start from a base",
+            got=f"a plan with a base: {old.base.words}",
+            remedy="Start from one expert of its release instead, so that the plan states what that expert learned: "
+            "`aggregator plan --from-release`.",
+        )
+
+
 def check_continuation(old: Plan, new: Plan, silo_id: str) -> None:
     """Refuse to train a silo's expert on where its weights would mean something else than what they learned.
 
     Image size, training recipe and public parts may differ. Architecture, objective, condition and the list of a silo's
-    experts may not; positions must span the range that the expert knows.
+    experts may not; positions must span the range that the expert knows. Neither may have a base.
 
     Args:
         old: the plan for which the silo trained the expert.
@@ -25,11 +47,12 @@ def check_continuation(old: Plan, new: Plan, silo_id: str) -> None:
 
     Raises:
         FederationError: the old plan is one of another federation.
-        ReplayError: names what differs.
+        ReplayError: names what differs; or the old plan has a base.
     """
     old.check_federation(
         new.root_digest, f"plan {new.plan_id}, experts of {silo_id} from plan {old.plan_id}"
     )
+    check_random_start(old)
     old_fields = _compared_fields(old, silo_id)
     new_fields = _compared_fields(new, silo_id)
     if isinstance(new.partition, SiloClusterPartition):

@@ -21,7 +21,7 @@ from aggregator.planning.released_base import (
     verify_base_release,
 )
 from ddm.distillation.student import OwnSamples, Student, StudentOrigin
-from ddm.errors import DigestError, DocumentError, PolicyError, SetupError
+from ddm.errors import DigestError, DocumentError, PolicyError, ReplayError, SetupError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.release import Release, open_release
 from ddm.models import build_expert
@@ -30,6 +30,7 @@ from ddm.planning.released_base import expert_source
 from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
 from ddm.protocol.bases import ExpertBase, FileBase, StudentBase
+from ddm.protocol.continuation import check_continuation
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedExpert
 from ddm.publishing.keys import load_key
@@ -40,6 +41,7 @@ from tests.support.federation import (
     POLICY,
     TinyFederation,
     images,
+    make_draft,
     recipe,
     write_policy,
 )
@@ -259,6 +261,33 @@ def test_silo_that_only_an_earlier_round_has_is_known_to_have_left(
     without_north = replace(second.opened, submissions=submissions)
     assert silos_that_left(tiny.federation, without_north) == {"north"}
     assert silos_that_left(second.tiny.federation, without_north) == NOBODY
+
+
+def test_plan_does_not_train_on_experts_whose_base_it_would_not_state(
+    second: Round, tmp_path: Path
+) -> None:
+    """The attack: round 2 starts from north's expert; a round 3 of `own` experts states no base, and no north."""
+    old = second.opened.plan
+    adaptation = {"kind": "own", "plan_id": old.plan_id}
+    expert = {"architecture": ARCHITECTURE, "training": TRAINING | {"learning_rate": 0.002}}
+    chosen = recipe(**tables(expert=expert | {"adaptation": adaptation}))
+    public = torch.from_numpy(images(120, 0.0, seed=90))
+    with pytest.raises(ReplayError) as caught:
+        make_draft(second.tiny.federation, chosen, public, tmp_path)
+    assert "expert north of north" in (caught.value.got or "")
+
+    # The silo's own rule, for a plan that was signed all the same; the control is an old plan without a base.
+    document = json.loads(old.encode())
+    document["base"] = None
+    document["files"] = [file for file in document["files"] if "base" not in file["path"]]
+    document["expert"]["adaptation"] = {"kind": "full", "base": None}
+    unbased = Plan.parse(to_bytes(document), subject="plan")
+    document["expert"]["adaptation"] = adaptation
+    document["expert"]["adaptation"]["submissions"] = {"east": "0" * 64}
+    new = Plan.parse(to_bytes(document), subject="plan")
+    check_continuation(unbased, new, "east")
+    with pytest.raises(ReplayError, match="to be trained on"):
+        check_continuation(old, new, "east")
 
 
 def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: Round) -> None:
