@@ -12,7 +12,7 @@ from aggregator.membership.withdrawal import has_left
 from aggregator.planning.continuing import read_signed_plan
 from ddm.diffusion.path import Expert, path_named, target_of, x_t
 from ddm.diffusion.path import Path as DiffusionPath
-from ddm.distillation.student import read_record
+from ddm.distillation.student import OwnSamples, read_record
 from ddm.errors import DigestError, ShapeError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.plan import PlanFiles
@@ -219,6 +219,8 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
     if dissenting_silos:
         raise no_consent_error(release, ", ".join(dissenting_silos))
     silos, is_private = teachers_of(release, release.manifest.experts)
+    # Given images may be those of the silos themselves, from which nothing hides them.
+    is_private = is_private and isinstance(record.images, OwnSamples)
     shape = record.latent.shape(record.data.shape)
     autoencoder = None
     if record.autoencoder is not None:
@@ -234,6 +236,7 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
             silos=silos,
             digest=record.file.digest,
             trained_privately=is_private,
+            images=record.images.kind,
         ),
         release.manifest.licence,
         record.images.num,

@@ -119,9 +119,15 @@ class ExpertBase(_ReleasedBase):
 
 
 class StudentBase(_ReleasedBase):
-    """A student that was distilled from a verified release; it knows what all experts of the release know."""
+    """A student that was distilled from a verified release; it knows what all experts of the release know.
+
+    Attributes:
+        images: what it was trained on: the ensemble's own samples, or images that its maker gave, whose owners nobody
+            states.
+    """
 
     kind: Literal["student"] = "student"
+    images: Literal["own_samples", "given_images"]
 
 
 class Base(Model):
@@ -174,6 +180,8 @@ class Base(Model):
                 )
             case StudentBase() as origin:
                 source = f"a student of {_release_of(origin)} ({', '.join(origin.silos)})"
+                if origin.images == "given_images":
+                    source += ", trained on images that its maker gave"
         images = "an unknown number of images"
         if self.num_images is not None:
             images = f"{self.num_images:,} images"

@@ -20,7 +20,7 @@ from aggregator.planning.released_base import (
     student_source,
     verify_base_release,
 )
-from ddm.distillation.student import OwnSamples, Student, StudentOrigin
+from ddm.distillation.student import GivenImages, OwnSamples, Student, StudentOrigin
 from ddm.errors import DigestError, DocumentError, PolicyError, ReplayError, SetupError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.release import Release, open_release
@@ -33,6 +33,7 @@ from ddm.protocol.bases import ExpertBase, FileBase, StudentBase
 from ddm.protocol.continuation import check_continuation
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedExpert
+from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.publishing.keys import load_key
 from tests.support.commands import run_command
 from tests.support.documents import to_bytes
@@ -385,7 +386,12 @@ def lazy_expert(
     return honest.model_copy(update={"file": honest.file.of(honest.file.path, path)})
 
 
-def write_student(first: Round, path: Path, manifest: str) -> None:
+def write_student(
+    first: Round,
+    path: Path,
+    manifest: str,
+    learned: OwnSamples | GivenImages = OwnSamples(num=64, seed=0),
+) -> None:
     """What `ddm distill` leaves, with north's weights and the digest of a release's manifest."""
     save_tensors(path, first.weights("north"))
     plan = first.opened.plan
@@ -393,7 +399,7 @@ def write_student(first: Round, path: Path, manifest: str) -> None:
         source=StudentOrigin(
             plan_id=plan.plan_id, version=1, manifest=manifest, root=plan.root_digest
         ),
-        images=OwnSamples(num=64, seed=0),
+        images=learned,
         teacher="label",
         data=plan.data,
         architecture=plan.expert.architecture,
@@ -425,3 +431,35 @@ def test_student_is_a_base_where_all_of_its_teachers_agreed(first: Round, tmp_pa
     assert isinstance(source.origin, StudentBase)
     assert (source.origin.silos, source.num_images) == (("east", "north"), 64)
     assert not source.origin.trained_privately
+
+
+@pytest.mark.parametrize(
+    ("learned", "is_private"),
+    [(OwnSamples(num=64, seed=0), True), (GivenImages(num=64, digest="0" * 64), False)],
+)
+def test_student_of_private_experts_is_private_only_if_it_learned_their_own_samples(
+    first: Round, tmp_path: Path, learned: OwnSamples | GivenImages, is_private: bool
+) -> None:
+    """The attack: a student learns a silo's images openly, and its base still counts as private."""
+    path = tmp_path / "student.safetensors"
+    write_student(first, path, first.opened.manifest_digest, learned)
+    privacy = DpSgdPrivacy(epsilon=1.0, delta=1e-6, unit="image", noise_multiplier=2.0, rate=0.1)
+    experts = [
+        expert.model_copy(update={"privacy": privacy}) for expert in first.opened.manifest.experts
+    ]
+    private_release = replace(
+        first.opened,
+        manifest=first.opened.manifest.model_copy(update={"experts": tuple(experts)}),
+        submissions={
+            silo_id: submission.model_copy(update={"serve_as_base": True})
+            for silo_id, submission in first.opened.submissions.items()
+        },
+    )
+    source = student_source(private_release, path, NOBODY)
+    assert isinstance(source.origin, StudentBase)
+    assert source.origin.trained_privately == is_private
+    assert source.origin.images == learned.kind
+    assert first.opened.plan.base is not None
+    base = first.opened.plan.base.model_copy(update={"origin": source.origin})
+    assert ("images that its maker gave" in base.words) == (not is_private)
+    assert base.exposed_silos == (() if is_private else ("east", "north"))
