@@ -1,7 +1,7 @@
 """The command `aggregator plan`: draft a plan, show what it costs, sign it."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,12 +115,16 @@ def plan(
     if public is None:
         # `_check_source_options` has seen to it that --carry is there.
         source = choose_carried(federation, carry or "", replace or ())
-        carried_images = source.images
-        released_base = _released_base(federation, chosen, lambda: carried_images.fitted, yes=yes)
+        fitted_images = source.images.fitted
+        released_base = _released_base(
+            federation, chosen, [fitted_images], len(fitted_images), yes=yes
+        )
         networks = open_networks_beside(chosen, source.plan.expert_shape, released_base)
     else:
         image_set = open_image_set(public, chosen.data, chosen.transform, subject="public images")
-        released_base = _released_base(federation, chosen, image_set.read, yes=yes)
+        released_base = _released_base(
+            federation, chosen, image_set.blocks(), len(image_set), yes=yes
+        )
         networks = open_networks(chosen, released_base)
         source = image_set.read()
         columns = read_columns(image_set, chosen)
@@ -191,13 +195,18 @@ def _base_table(
 def _released_base(
     federation: Federation,
     recipe: "Recipe",
-    read_images: "Callable[[], Tensor]",
+    public_blocks: "Iterable[Tensor]",
+    num_public: int,
     *,
     yes: bool,
 ) -> "BaseSource | None":
-    """Open the base of a recipe that names a release; where it names no expert, propose the best on public images."""
+    """Open the base of a recipe that names a release; where it names no expert, propose the best on public images.
+
+    The public images come in blocks, which are read only for this comparison.
+    """
     from aggregator.planning.released_base import (
         compare_experts,
+        draw_compared_images,
         silos_that_left,
         student_source,
         verify_base_release,
@@ -214,7 +223,8 @@ def _released_base(
         return student_source(release, Path(chosen.student), left)
     if chosen.expert is not None:
         return expert_source(release, chosen.expert, left)
-    compared = compare_experts(release, read_images(), left)
+    images = draw_compared_images(public_blocks, num_public)
+    compared = compare_experts(release, images, recipe.data, left)
     rows = [(expert.expert_id, expert.silo_id, f"{expert.loss:.4f}") for expert in compared]
     say(table(rows, ("expert", "silo", "loss on public images")))
     best = compared[0].expert_id

@@ -1,6 +1,6 @@
 """Makes an expert of an earlier release, or a student of it, the base of the next plan; verified, with its consent."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from aggregator.planning.continuing import read_signed_plan
 from ddm.diffusion.path import Expert, path_named, target_of, x_t
 from ddm.diffusion.path import Path as DiffusionPath
 from ddm.distillation.student import OwnSamples, read_record
-from ddm.errors import DigestError, ShapeError
+from ddm.errors import DigestError, SetupError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
@@ -27,6 +27,7 @@ from ddm.planning.released_base import (
     trained_plan,
 )
 from ddm.protocol.bases import ExpertBase, StudentBase
+from ddm.protocol.data import DataSpec
 from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import Plan
@@ -158,28 +159,52 @@ def velocity_loss(expert: Expert, path: DiffusionPath, x_0: Tensor, eps: Tensor)
     return total / (x_0.numel() * len(COMPARED_TIMES))
 
 
-def compare_experts(release: Release, images: Tensor, left: Set[str]) -> list[ComparedExpert]:
+def draw_compared_images(blocks: Iterable[Tensor], num_images: int) -> Tensor:
+    """Draw `MAX_COMPARED_IMAGES` of the public images by a fixed seed, or all where there are fewer, in their order.
+
+    The first ones would do no justice to images that are sorted, by their class or their origin.
+
+    Args:
+        blocks: all images in their order, of which only one block must be in memory, shape (B, C, H, W) each.
+        num_images: how many they are.
+    """
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0))
+    rows = order[:MAX_COMPARED_IMAGES].sort().values
+    drawn = []
+    start = 0
+    for block in blocks:
+        end = start + len(block)
+        rows_of_block = rows[(rows >= start) & (rows < end)]
+        drawn.append(block[rows_of_block - start])
+        start = end
+    return torch.cat(drawn)
+
+
+def compare_experts(
+    release: Release, images: Tensor, data: DataSpec, left: Set[str]
+) -> list[ComparedExpert]:
     """Measure the experts that may serve as a base on public images, the best one first.
 
     Args:
         release: the release.
-        images: public images of the release's shape and range, shape (B, C, H, W).
+        images: public images, shape (B, C, H, W); see `draw_compared_images`.
+        data: their shape and range.
         left: the silos whose consent is over (`silos_that_left`).
 
     Raises:
-        ShapeError: images of another shape than the release's.
+        SetupError: images of another shape or range than the release's.
         PolicyError: no silo agrees that its experts serve as a base.
     """
     plan = release.plan
-    if tuple(images.shape[1:]) != plan.data.shape:
-        raise ShapeError(
-            "public images, to compare the experts of the release",
-            expected=f"the release's shape {plan.data.shape}",
-            got=f"{tuple(images.shape[1:])}",
+    if data != plan.data:
+        raise SetupError(
+            "recipe, data, to compare the experts of the release on public images",
+            expected=f"shape {plan.data.shape} and range {plan.data.range}, as in the release",
+            got=f"shape {data.shape} and range {data.range}",
             remedy="Name the expert: --expert.",
         )
     candidates = {expert.expert_id: expert for expert in consenting_experts(release, left)}
-    x_0 = PlanFiles.load_latent(plan, release.folder).encode(images[:MAX_COMPARED_IMAGES])
+    x_0 = PlanFiles.load_latent(plan, release.folder).encode(images)
     ensemble = load_ensemble(release)
     path = path_named(plan.objective.ensemble_path)
     # Every expert meets the same noise.

@@ -15,7 +15,9 @@ from aggregator.intake.screening import absolute_faults
 from aggregator.keys.removal import remove_silo
 from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.planning.released_base import (
+    MAX_COMPARED_IMAGES,
     compare_experts,
+    draw_compared_images,
     silos_that_left,
     student_source,
     verify_base_release,
@@ -294,12 +296,34 @@ def test_plan_does_not_train_on_experts_whose_base_it_would_not_state(
 def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: Round) -> None:
     chosen = ReleaseBaseRecipe(kind="release", release=str(first.release))
     release = verify_base_release(first.tiny.federation, chosen)
-    compared = compare_experts(release, torch.from_numpy(images(40, 0.0, seed=3)), NOBODY)
+    public = torch.from_numpy(images(40, 0.0, seed=3))
+    data = release.plan.data
+    compared = compare_experts(release, public, data, NOBODY)
     assert [expert.expert_id for expert in compared] == ["north"]
+    for changes in ({"range": (0.0, 1.0)}, {"shape": (1, 8, 8)}):
+        with pytest.raises(SetupError, match="as in the release"):
+            compare_experts(release, public, data.model_copy(update=changes), NOBODY)
     assert 0 < compared[0].loss < 10
     with pytest.raises(SetupError) as caught:
         expert_source(release, "nobody", NOBODY)
     assert caught.value.subject.startswith("--expert")
+
+
+@pytest.mark.parametrize("block_size", [1000, 37])
+def test_experts_are_compared_on_images_of_every_class_where_these_are_sorted(
+    block_size: int,
+) -> None:
+    """The fault: of public images in the order of their classes, the first ones are of a single class."""
+    classes = torch.arange(1000) // 250
+    sorted_images = classes.float()[:, None, None, None].expand(-1, 1, 4, 4)
+    drawn = draw_compared_images(sorted_images.split(block_size), len(sorted_images))
+    assert drawn.shape == (MAX_COMPARED_IMAGES, 1, 4, 4)
+    count_of_class = drawn[:, 0, 0, 0].long().bincount(minlength=4)
+    # 64 expected; the standard deviation without replacement is 6.
+    assert all(64 - 24 < count < 64 + 24 for count in count_of_class.tolist()), count_of_class
+    # Fewer images are all taken, each once.
+    few = torch.arange(40.0)[:, None]
+    assert torch.equal(draw_compared_images(few.split(7), 40), few)
 
 
 def test_private_training_does_not_start_from_what_learned_the_same_images_openly(
