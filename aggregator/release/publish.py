@@ -194,6 +194,7 @@ def describe_contents(
         missing_silos=inventory.missing,
         withdrawn_silos=inventory.withdrawn,
         router=router,
+        earlier_plans=inventory.earlier_plans,
     )
 
 

@@ -32,7 +32,7 @@ from ddm.io.modes import keep_writing_private
 from ddm.loading.release import Release
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.calibration import calibration_bands, calibration_rows
-from ddm.protocol.growth import describe_standing
+from ddm.protocol.growth import describe_standing, stated_bases
 from ddm.protocol.plan import REHEARSAL, Plan
 from ddm.system.console import (
     ResumableCommand,
@@ -138,9 +138,9 @@ def info(
             f"  condition: one of {plan.condition.num_classes} classes, {plan.condition.classes.words(64)}"
         )
     say(_describe_network(plan))
-    if manifest.base is not None:
-        say(f"  training started from {manifest.base.words}")
-        for change in manifest.base.changes:
+    for stated in stated_bases(plan, opened.earlier_plans, opened.submissions.keys()):
+        say(f"  training of {stated.experts} started from {stated.base.words}")
+        for change in stated.base.changes:
             say(f"    {change}")
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
     say(_silo_table(opened))

@@ -6,10 +6,12 @@ plan that carries them over must agree with their own plan in all of this. How a
 times, adaptation), the router, and the audit may differ.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ddm.errors import ReplayError
+from ddm.protocol.bases import Base
 from ddm.protocol.carried import CarriedSilo
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.manifest import PublishedSilo, Standing
@@ -131,6 +133,47 @@ def standing_of(plan: Plan, earlier: Mapping[str, Plan], silo_id: str) -> Standi
     if any(silo_id in old_plan.members for old_plan in earlier.values()):
         return "again"
     return "late"
+
+
+@dataclass(frozen=True)
+class StatedBase:
+    """The base that some experts of a release started from, as its card and `ddm info` state it.
+
+    Attributes:
+        experts: which experts, in words.
+        base: their base.
+    """
+
+    experts: str
+    base: Base
+
+
+def stated_bases(
+    plan: Plan, earlier: Mapping[str, Plan], published_silos: Collection[str]
+) -> list[StatedBase]:
+    """Return the base of the experts that were trained for a plan, and those of the experts that it carries over.
+
+    Args:
+        plan: the plan.
+        earlier: the plans from which it carries, by id.
+        published_silos: the silos whose experts are in the release.
+
+    Returns:
+        One entry for each plan that has a base; experts that none of them names did not start from one.
+    """
+    bases = []
+    if plan.base is not None:
+        bases.append(StatedBase("the experts trained for this plan", plan.base))
+    for plan_id, earlier_plan in sorted(earlier.items()):
+        silos = [
+            carried.silo_id
+            for carried in plan.carried
+            if carried.plan_id == plan_id and carried.silo_id in published_silos
+        ]
+        if silos and earlier_plan.base is not None:
+            experts = f"the experts carried over from plan {plan_id} ({', '.join(silos)})"
+            bases.append(StatedBase(experts, earlier_plan.base))
+    return bases
 
 
 def describe_standing(silo: PublishedSilo, plan: Plan) -> str:

@@ -155,7 +155,8 @@ class Manifest(Document):
         published_at: when.
         licence: the licence of the release: that of the plan.
         cite: how to cite it.
-        base: the public expert that training started from: that of the plan; null where it started from random weights.
+        base: the base of the experts that were trained for this plan; null where the plan has none. Experts that are
+            carried over started as their own plan says.
         missing_silos: silos of the plan that sent no submission that was accepted.
         withdrawn_silos: silos that left the plan.
         silos: silos whose experts are here. With the two lists above, each silo of the plan is named once.

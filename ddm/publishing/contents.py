@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddm.protocol.base import File
+from ddm.protocol.growth import StatedBase, stated_bases
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedSilo, ScreeningRule
 from ddm.protocol.plan import Plan
@@ -68,6 +69,7 @@ class ReleaseContents:
         withdrawn_silos: silos that left the plan.
         router: the report on the router.
         division: of an owner's data set; None for a federation.
+        earlier_plans: the plans from which experts are carried over, by id.
     """
 
     name: str
@@ -79,6 +81,13 @@ class ReleaseContents:
     withdrawn_silos: tuple[str, ...]
     router: RouterReport
     division: DataDivision | None = None
+    earlier_plans: Mapping[str, Plan] = field(default_factory=dict)
+
+    @property
+    def bases(self) -> list[StatedBase]:
+        """The bases that its experts started from."""
+        published_silos = {member.silo_id for member in self.members}
+        return stated_bases(self.plan, self.earlier_plans, published_silos)
 
     @property
     def member_word(self) -> str:

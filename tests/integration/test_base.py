@@ -33,6 +33,7 @@ from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
 from ddm.protocol.bases import ExpertBase, FileBase, StudentBase
 from ddm.protocol.continuation import check_continuation
+from ddm.protocol.growth import stated_bases
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedExpert
 from ddm.protocol.weight_privacy import DpSgdPrivacy
@@ -264,6 +265,42 @@ def test_silo_that_only_an_earlier_round_has_is_known_to_have_left(
     without_north = replace(second.opened, submissions=submissions)
     assert silos_that_left(tiny.federation, without_north) == {"north"}
     assert silos_that_left(second.tiny.federation, without_north) == NOBODY
+
+
+def test_card_and_info_state_the_bases_of_late_and_of_carried_experts(
+    first: Round, tmp_path: Path
+) -> None:
+    tiny = first.tiny.copy(tmp_path / "tiny")
+    tiny.join("west", 40, 1)
+    made_base(tmp_path / "late.safetensors")
+    late_base = file_base(tmp_path / "late.safetensors", num_images=77)
+    plan_id = tiny.grow(chosen=recipe(**tables(base=late_base)))
+    tiny.take_part("west", plan_id)
+    tiny.publish(tmp_path / "grown")
+    grown = open_release(tmp_path / "grown", root=tiny.root, state=None)
+    first_id = first.opened.plan.plan_id
+    card = (grown.folder / "README.md").read_text("utf-8")
+    shown = run_command("ddm", "info", tmp_path / "grown", "--root", tiny.root).out
+    for text in (card, shown):
+        lines = [line for line in text.splitlines() if "started from" in line]
+        assert len(lines) == 2
+        assert "the experts trained for this plan started from" in lines[0]
+        assert "77 images" in lines[0]
+        carried = f"the experts carried over from plan {first_id} (east, north) started from"
+        assert carried in lines[1]
+        assert "240 images" in lines[1]
+
+    # Only experts that are carried over, only late ones, or none of them started from a base.
+    earlier = grown.earlier_plans
+    unbased = grown.plan.model_copy(update={"base": None})
+    unbased_earlier = {first_id: earlier[first_id].model_copy(update={"base": None})}
+    (only_carried,) = stated_bases(unbased, earlier, {"east", "west"})
+    assert only_carried.base == first.opened.plan.base
+    assert only_carried.experts.endswith("(east)")
+    (only_late,) = stated_bases(grown.plan, unbased_earlier, {"east", "west"})
+    assert only_late.base == grown.plan.base == grown.manifest.base
+    assert stated_bases(unbased, unbased_earlier, {"east", "west"}) == []
+    assert stated_bases(unbased, earlier, {"west"}) == []
 
 
 def test_plan_does_not_train_on_experts_whose_base_it_would_not_state(
