@@ -10,14 +10,21 @@ expressed here is refused by its field in `config.json` or by its tensor. Time i
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ddm.errors import SetupError, TensorFileError
 from ddm.models.base_weights import BaseWeights
+from ddm.models.diffusers_configs import (
+    DiffusersClass,
+    DitConfig,
+    NetworkConfig,
+    Sd3Config,
+    UnetConfig,
+    config_error,
+)
 from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
@@ -29,82 +36,7 @@ from ddm.protocol.architecture import (
     Unet,
 )
 
-DiffusersClass = Literal["DiTTransformer2DModel", "UNet2DModel", "SD3Transformer2DModel"]
-LAYOUTS = get_args(DiffusersClass)
 _MAX_SHOWN = 80
-
-SampleSide = Annotated[int, Field(gt=0, le=65536)]
-
-
-class _Config(BaseModel):
-    """The fields of a `config.json` that say what a network computes; others, such as dropout, do not matter here."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class DitConfig(_Config):
-    """Of a `DiTTransformer2DModel`; defaults are those of diffusers."""
-
-    num_attention_heads: int = 16
-    attention_head_dim: int = 72
-    in_channels: Annotated[int, Field(gt=0, le=4096)] = 4
-    out_channels: Annotated[int, Field(gt=0, le=8192)] | None = None
-    num_layers: Annotated[int, Field(gt=0, le=128)] = 28
-    attention_bias: Literal[True] = True
-    sample_size: SampleSide = 32
-    patch_size: Annotated[int, Field(gt=0, le=64)] = 2
-    # The tanh of the second is an approximation of the first, which this toolkit computes.
-    activation_fn: Literal["gelu", "gelu-approximate"] = "gelu-approximate"
-    norm_type: Literal["ada_norm_zero"] = "ada_norm_zero"
-    norm_elementwise_affine: Literal[False] = False
-
-
-class UnetConfig(_Config):
-    """Of a `UNet2DModel`; defaults are those of diffusers."""
-
-    sample_size: SampleSide | tuple[SampleSide, SampleSide] | None = None
-    in_channels: Annotated[int, Field(gt=0, le=4096)] = 3
-    out_channels: Annotated[int, Field(gt=0, le=4096)] = 3
-    center_input_sample: Literal[False] = False
-    time_embedding_type: Literal["positional"] = "positional"
-    flip_sin_to_cos: bool = True
-    down_block_types: tuple[str, ...] = ("DownBlock2D", *["AttnDownBlock2D"] * 3)
-    mid_block_type: Literal["UNetMidBlock2D"] = "UNetMidBlock2D"
-    up_block_types: tuple[str, ...] = (*["AttnUpBlock2D"] * 3, "UpBlock2D")
-    block_out_channels: tuple[int, ...] = (224, 448, 672, 896)
-    layers_per_block: int = 2
-    mid_block_scale_factor: Literal[1] = 1
-    downsample_padding: Literal[1] = 1
-    downsample_type: Literal["conv"] = "conv"
-    upsample_type: Literal["conv"] = "conv"
-    act_fn: Literal["silu"] = "silu"
-    attention_head_dim: int | None = 8
-    norm_num_groups: int = 32
-    attn_norm_num_groups: None = None
-    resnet_time_scale_shift: Literal["default"] = "default"
-    add_attention: Literal[True] = True
-    class_embed_type: None = None
-
-
-class Sd3Config(_Config):
-    """Of an `SD3Transformer2DModel`; only those that normalise queries and keys, as Stable Diffusion 3.5 does."""
-
-    sample_size: SampleSide = 128
-    patch_size: Annotated[int, Field(gt=0, le=64)] = 2
-    in_channels: Annotated[int, Field(gt=0, le=4096)] = 16
-    num_layers: Annotated[int, Field(gt=0, le=128)] = 18
-    attention_head_dim: int = 64
-    num_attention_heads: int = 18
-    out_channels: Annotated[int, Field(gt=0, le=4096)] = 16
-    dual_attention_layers: Annotated[tuple[int, ...], Field(max_length=0)] = ()
-    qk_norm: Literal["rms_norm"]
-
-
-CONFIGS: Mapping[DiffusersClass, type[_Config]] = {
-    "DiTTransformer2DModel": DitConfig,
-    "UNet2DModel": UnetConfig,
-    "SD3Transformer2DModel": Sd3Config,
-}
 
 
 @dataclass
@@ -154,7 +86,7 @@ class _Source:
 
 def weights_of(
     layout: DiffusersClass,
-    config: _Config,
+    config: NetworkConfig,
     tensors: Mapping[str, Tensor],
     architecture: Architecture,
 ) -> BaseWeights:
@@ -162,12 +94,13 @@ def weights_of(
 
     Args:
         layout: the class of diffusers.
-        config: its parsed configuration, of the class in `CONFIGS`.
+        config: its parsed configuration, see `ddm.models.diffusers_configs`.
         tensors: the tensors of its file, float32.
         architecture: the architecture of the plan's experts.
 
     Raises:
-        SetupError: the architecture is of another kind, or differs in what no tensor's shape shows.
+        SetupError: the architecture is of another kind, or differs in what no tensor's shape shows; or the network of
+            diffusers computes something that the one here cannot. The field is named.
         TensorFileError: a tensor is missing, left over, or cannot be divided as it must; it is named.
     """
     source = _Source(dict(tensors))
@@ -220,6 +153,12 @@ def _dit_weights(source: _Source, config: DitConfig, architecture: Dit) -> BaseW
     _require("qk_norm", False, architecture.qk_norm)
     channels = config.in_channels
     num_answers = config.out_channels or channels
+    if num_answers not in (channels, 2 * channels):
+        raise config_error(
+            "out_channels",
+            f"{channels}, as many as in_channels, or {2 * channels} with a learned variance",
+            num_answers,
+        )
     source.drop("pos_embed.pos_embed")
 
     first = "transformer_blocks.0.norm1.emb"
@@ -231,8 +170,8 @@ def _dit_weights(source: _Source, config: DitConfig, architecture: Dit) -> BaseW
     tensors = {
         "embed.weight": source.take("pos_embed.proj.weight").flatten(1),
         "embed.bias": source.take("pos_embed.proj.bias"),
-        "head.weight": _dit_answers(source.take("proj_out_2.weight", num_answers), config),
-        "head.bias": _dit_answers(source.take("proj_out_2.bias", num_answers), config),
+        "head.weight": _dit_answers(source.take("proj_out_2.weight"), config, num_answers),
+        "head.bias": _dit_answers(source.take("proj_out_2.bias"), config, num_answers),
         "time.mlp.0.weight": source.take(f"{first}.timestep_embedder.linear_1.weight"),
         "time.mlp.0.bias": source.take(f"{first}.timestep_embedder.linear_1.bias"),
         "time.mlp.2.weight": source.take(f"{first}.timestep_embedder.linear_2.weight"),
@@ -259,8 +198,15 @@ def _dit_weights(source: _Source, config: DitConfig, architecture: Dit) -> BaseW
     for kind, parts in modulations.items():
         parts.append(source.take(f"proj_out_1.{kind}"))
         tensors[f"modulation.{kind}"] = torch.cat(parts)
+    table_rows = len(tensors["classes.table.weight"])
+    if table_rows != config.num_embeds_ada_norm + 1:
+        raise config_error(
+            "num_embeds_ada_norm", f"{table_rows - 1}, as its table", config.num_embeds_ada_norm
+        )
     shape = (channels, config.sample_size, config.sample_size)
-    return BaseWeights(_rows_before_columns(tensors, hidden), shape)
+    # Those of diffusers are a little lower; the published weights were trained with these.
+    notes = ("its frequencies of the time are those of the original DiT",)
+    return BaseWeights(_rows_before_columns(tensors, hidden), shape, notes)
 
 
 def _drop_copies(source: _Source, prefix: str, first: Mapping[str, Tensor]) -> None:
@@ -279,14 +225,15 @@ def _drop_copies(source: _Source, prefix: str, first: Mapping[str, Tensor]) -> N
             )
 
 
-def _dit_answers(output: Tensor, config: DitConfig) -> Tensor:
+def _dit_answers(output: Tensor, config: DitConfig, num_answers: int) -> Tensor:
     """Bring the last layer's rows from (P, P, channels) to (channels, P, P), without those of a learned variance."""
-    return _channels_first(output, config.patch_size)[: config.in_channels].flatten(0, 2)
+    by_channel = _channels_first(output, config.patch_size, num_answers)
+    return by_channel[: config.in_channels].flatten(0, 2)
 
 
-def _channels_first(output: Tensor, patch: int) -> Tensor:
+def _channels_first(output: Tensor, patch: int, channels: int) -> Tensor:
     """Bring the rows of a last layer from (P, P, channels), side by side, to (channels, P, P, ...)."""
-    by_place = output.reshape(patch, patch, -1, *output.shape[1:])
+    by_place = output.reshape(patch, patch, channels, *output.shape[1:])
     return by_place.movedim(2, 0)
 
 
@@ -343,23 +290,18 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
     _require("channels", config.block_out_channels, architecture.channels)
     _require("num_res_blocks", config.layers_per_block, architecture.num_res_blocks)
     _require("norm_groups", config.norm_num_groups, architecture.norm_groups)
-    attends = tuple(name == "AttnDownBlock2D" for name in config.down_block_types)
-    _require("attention", attends, architecture.attention)
-    if config.attention_head_dim is not None:
-        _require("head_channels", config.attention_head_dim, architecture.head_channels)
-    usual_down = tuple("AttnDownBlock2D" if attending else "DownBlock2D" for attending in attends)
-    usual_up = tuple("AttnUpBlock2D" if attending else "UpBlock2D" for attending in attends[::-1])
-    if (config.down_block_types, config.up_block_types) != (usual_down, usual_up):
-        raise SetupError(
-            "base, config.json",
-            expected="DownBlock2D and AttnDownBlock2D, and on the way up the same levels in reverse order",
-            got="other blocks",
-        )
+    _check_unet_blocks(config, architecture)
+    _require("head_channels", _unet_head_channels(config), architecture.head_channels)
     if config.out_channels != config.in_channels:
-        raise SetupError(
-            "base, config.json",
-            expected="as many channels out as in",
-            got=f"{config.in_channels} in and {config.out_channels} out",
+        raise config_error(
+            "out_channels", f"{config.in_channels}, as many as in_channels", config.out_channels
+        )
+    time_dim = 4 * config.block_out_channels[0]
+    if config.time_embedding_dim not in (None, time_dim):
+        raise config_error(
+            "time_embedding_dim",
+            f"{time_dim}, four times the first of block_out_channels, or null",
+            config.time_embedding_dim,
         )
 
     tensors = {}
@@ -367,8 +309,12 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
         if name == "class_embedding.weight":
             continue
         tensors[_own_unet_name(name)] = source.take(name)
-    if "class_embedding.weight" in source.tensors:
+    if config.num_class_embeds is not None:
         table_KD = source.take("class_embedding.weight")
+        if len(table_KD) != config.num_class_embeds:
+            raise config_error(
+                "num_class_embeds", f"{len(table_KD)}, as its table", config.num_class_embeds
+            )
         # Its table has no row for no class, which begins as the mean of all.
         tensors["net.class_embedding.weight"] = torch.cat(
             [table_KD.mean(0, keepdim=True), table_KD]
@@ -376,9 +322,67 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
     if not config.flip_sin_to_cos:
         name = "net.time_embed.0.weight"
         if name in tensors:
-            # Sines come first there and cosines here.
-            tensors[name] = tensors[name].roll(tensors[name].shape[1] // 2, 1)
+            # Sines come first there and cosines here; of an odd width the last column is neither.
+            half = tensors[name].shape[1] // 2
+            sines, cosines, rest = tensors[name].tensor_split((half, 2 * half), dim=1)
+            tensors[name] = torch.cat([cosines, sines, rest], dim=1)
     return BaseWeights(tensors, _unet_shape(config))
+
+
+def _check_unet_blocks(config: UnetConfig, architecture: Unet) -> None:
+    """Refuse levels other than those of the architecture, or blocks that it does not have."""
+    attends = tuple(name == "AttnDownBlock2D" for name in config.down_block_types)
+    _require("attention", attends, architecture.attention)
+    down_blocks, up_blocks = _unet_blocks(attends)
+    if config.down_block_types != down_blocks:
+        raise config_error(
+            "down_block_types",
+            "DownBlock2D and AttnDownBlock2D",
+            ", ".join(config.down_block_types),
+        )
+    if config.up_block_types != up_blocks:
+        raise config_error(
+            "up_block_types",
+            f"{', '.join(up_blocks)}: the levels of down_block_types in reverse order",
+            ", ".join(config.up_block_types),
+        )
+
+
+def _unet_blocks(attention: Sequence[bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the blocks on the way down and, from the innermost level on, on the way up."""
+    down_blocks = []
+    up_blocks = []
+    for attends in attention:
+        if attends:
+            down_blocks.append("AttnDownBlock2D")
+            up_blocks.append("AttnUpBlock2D")
+        else:
+            down_blocks.append("DownBlock2D")
+            up_blocks.append("UpBlock2D")
+    return tuple(down_blocks), tuple(up_blocks[::-1])
+
+
+def _unet_head_channels(config: UnetConfig) -> int:
+    """Return the channels of one attention head, which all levels here have in common.
+
+    Raises:
+        SetupError: every level has one head, and levels with attention differ in width.
+    """
+    if config.attention_head_dim is not None:
+        return config.attention_head_dim
+    # Without a number, diffusers gives every level one head of all its channels; the innermost block attends too.
+    widths = {config.block_out_channels[-1]}
+    for width, name in zip(config.block_out_channels, config.down_block_types, strict=True):
+        if name == "AttnDownBlock2D":
+            widths.add(width)
+    if len(widths) > 1:
+        raise config_error(
+            "attention_head_dim",
+            "a number, since null means one head in every level, and levels with attention have "
+            f"{', '.join(map(str, sorted(widths)))} channels: heads here have equal widths",
+            "null",
+        )
+    return widths.pop()
 
 
 def _own_unet_name(name: str) -> str:
@@ -403,24 +407,15 @@ def unet_settings(architecture: Unet, shape: Shape, condition: Condition) -> dic
     num_classes = None
     if isinstance(condition, ClassCondition):
         num_classes = 1 + condition.num_classes
-    down_blocks = []
-    up_blocks = []
-    for attends in architecture.attention:
-        if attends:
-            down_blocks.append("AttnDownBlock2D")
-            up_blocks.append("AttnUpBlock2D")
-        else:
-            down_blocks.append("DownBlock2D")
-            up_blocks.append("UpBlock2D")
+    down_blocks, up_blocks = _unet_blocks(architecture.attention)
     return {
         "sample_size": list(shape[1:]),
         "in_channels": shape[0],
         "out_channels": shape[0],
         "layers_per_block": architecture.num_res_blocks,
         "block_out_channels": list(architecture.channels),
-        "down_block_types": down_blocks,
-        # From the innermost level on.
-        "up_block_types": up_blocks[::-1],
+        "down_block_types": list(down_blocks),
+        "up_block_types": list(up_blocks),
         "norm_num_groups": architecture.norm_groups,
         "attention_head_dim": architecture.head_channels,
         # That of MONAI; diffusers has another one by default.
@@ -466,6 +461,10 @@ def _mmdit_weights(source: _Source, config: Sd3Config, architecture: Mmdit) -> B
     _require("hidden", hidden, architecture.hidden)
     _require("depth", config.num_layers, architecture.depth)
     _require("shared_depth", 0, architecture.shared_depth)
+    if config.out_channels not in (None, config.in_channels):
+        raise config_error(
+            "out_channels", f"{config.in_channels}, as many as in_channels", config.out_channels
+        )
     # Positions are computed. What brings a text to the width has another form there: a plan's texts are read by an
     # encoder of its own, so that those layers begin again.
     for name in list(source.tensors):
@@ -495,8 +494,9 @@ def _mmdit_weights(source: _Source, config: Sd3Config, architecture: Mmdit) -> B
         output = source.take(f"norm_out.linear.{kind}", 2)
         parts.append(torch.cat(output.chunk(2)[::-1]))
         tensors[f"modulation.{kind}"] = torch.cat(parts)
-        head = source.take(f"proj_out.{kind}", config.patch_size**2)
-        tensors[f"head.{kind}"] = _channels_first(head, config.patch_size).flatten(0, 2)
+        head = source.take(f"proj_out.{kind}")
+        by_channel = _channels_first(head, config.patch_size, config.in_channels)
+        tensors[f"head.{kind}"] = by_channel.flatten(0, 2)
     shape = (config.in_channels, config.sample_size, config.sample_size)
     notes = (
         "its positions replaced by computed ones",

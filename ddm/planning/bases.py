@@ -1,10 +1,8 @@
 """Opens the base that a recipe names, fits it to the plan's network, and states where it comes from."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never, cast
+from typing import assert_never
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -14,7 +12,13 @@ from ddm.io.files import read_bounded, require_file
 from ddm.io.tensors import load_tensors
 from ddm.models import MAX_WEIGHT
 from ddm.models.base_weights import BaseWeights, fit_base
-from ddm.models.diffusers_weights import CONFIGS, LAYOUTS, DiffusersClass, weights_of
+from ddm.models.diffusers_configs import (
+    CONFIG_NAME,
+    DiffusersClass,
+    NetworkConfig,
+    parse_config,
+)
+from ddm.models.diffusers_weights import weights_of
 from ddm.planning.recipe import (
     BaseRecipe,
     DiffusersBaseRecipe,
@@ -39,7 +43,6 @@ from ddm.protocol.latent import Autoencoder, LatentSpec
 from ddm.protocol.learning import Expert, ExpertObjective
 from ddm.protocol.plan import Plan
 
-_CONFIG_NAME = "config.json"
 _DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 16
 _MAX_NAMES = 300
@@ -279,7 +282,7 @@ def read_weights(path: Path, digest: str | None = None) -> dict[str, Tensor]:
 
 def _read_diffusers(chosen: DiffusersBaseRecipe, recipe: SharedRecipe) -> BaseSource:
     folder = Path(chosen.folder)
-    config_path = require_file(folder / _CONFIG_NAME, "the configuration of the base")
+    config_path = require_file(folder / CONFIG_NAME, "the configuration of the base")
     path = require_file(folder / _DIFFUSERS_WEIGHTS_NAME, "the weights of the base")
     layout, config = _read_config(config_path)
     architecture = recipe.expert.architecture
@@ -300,11 +303,11 @@ def _read_diffusers(chosen: DiffusersBaseRecipe, recipe: SharedRecipe) -> BaseSo
     )
 
 
-def _read_config(path: Path) -> tuple[DiffusersClass, Any]:
+def _read_config(path: Path) -> tuple[DiffusersClass, NetworkConfig]:
     """Read a `config.json` of diffusers.
 
     Raises:
-        SetupError: not of a network that has a counterpart here.
+        SetupError: not of a network that has a counterpart here; names the field.
     """
     subject = f"base, {path.name}"
     try:
@@ -312,26 +315,7 @@ def _read_config(path: Path) -> tuple[DiffusersClass, Any]:
         values = check_json(content, subject=subject, limit=_MAX_CONFIG_BYTES)
     except DocumentError as error:
         raise SetupError(subject, expected=error.expected, got=error.got) from error
-    name = None
-    if isinstance(values, Mapping):
-        name = values.get("_class_name")
-    if name not in LAYOUTS:
-        raise SetupError(
-            f"{subject}, _class_name",
-            expected=f"one of {', '.join(LAYOUTS)}",
-            got=ascii(name)[:80],
-        )
-    layout = cast(DiffusersClass, name)
-    try:
-        return layout, CONFIGS[layout].model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise SetupError(
-            f"{subject}, {field}",
-            expected=f"a {layout} that this toolkit can express",
-            got=first["msg"],
-        ) from error
+    return parse_config(values)
 
 
 def _read_trained(chosen: TrainedBaseRecipe) -> BaseSource:

@@ -176,7 +176,7 @@ def test_base_that_is_missing_or_a_pickle_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_with_other_sides_than_the_configuration_says_are_refused(tmp_path: Path) -> None:
-    folder = diffusers_folder(tmp_path / "dit", out_channels=3)
+    folder = diffusers_folder(tmp_path / "dit", out_channels=1)
     with pytest.raises(TensorFileError):
         opened({"kind": "diffusers", "folder": str(folder), "licence": "MIT"})
 
