@@ -27,7 +27,7 @@ from ddm.io.locks import locked
 from ddm.models import network_size
 from ddm.pages.render import render
 from ddm.planning.fit import divide, fit_latent, write_autoencoder
-from ddm.planning.networks import RecipeNetworks
+from ddm.planning.networks import RecipeNetworks, shape_after
 from ddm.planning.recipe import SharedRecipe, TrainedBaseRecipe
 from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard
 from ddm.protocol.architecture import ClassCondition, Condition, Mmdit, NoCondition, TextCondition
@@ -116,10 +116,15 @@ def read_base_images(
     """Read the public images that plans are fitted on, as experts of the recipe see them.
 
     Raises:
-        SetupError: an architecture that needs texts.
+        SetupError: an architecture that needs texts, or samples of another shape.
         DataError, MissingFileError: images or classes that do not fit the recipe.
     """
     condition = _condition(recipe, networks)
+    architecture = recipe.expert.architecture
+    shape = shape_after(networks.autoencoder, recipe.data.shape)
+    misfit = architecture.misfit(shape, condition)
+    if misfit is not None:
+        raise SetupError("recipe, expert.architecture", expected=misfit, got=architecture.kind)
     public = image_set.read()
     fitted_rows, holdout_rows = divide(len(public), recipe.public)
     classes = None

@@ -112,16 +112,25 @@ def open_networks(recipe: SharedRecipe, released_base: BaseSource | None = None)
     condition = condition_of(recipe)
     encoder = _open_encoder(recipe)
     autoencoder = _open_autoencoder(recipe)
-    match autoencoder:
-        case None:
-            expert_shape = recipe.data.shape
-        case OwnAutoencoder():
-            # The scale that is fitted later has no part in the shape.
-            expert_shape = autoencoder.spec(1.0).shape(recipe.data.shape)
-        case PublishedAutoencoder():
-            expert_shape = autoencoder.spec.shape(recipe.data.shape)
+    expert_shape = shape_after(autoencoder, recipe.data.shape)
     base = open_base(recipe, expert_shape, condition, released_base)
     return RecipeNetworks(condition, encoder, autoencoder, base)
+
+
+def shape_after(
+    autoencoder: OwnAutoencoder | PublishedAutoencoder | None, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the shape of a sample as experts see it, of images of this shape."""
+    match autoencoder:
+        case None:
+            return shape
+        case OwnAutoencoder():
+            # The scale that is fitted later has no part in the shape.
+            return autoencoder.spec(1.0).shape(shape)
+        case PublishedAutoencoder():
+            return autoencoder.spec.shape(shape)
+        case _:
+            assert_never(autoencoder)
 
 
 def open_networks_beside(

@@ -337,6 +337,19 @@ class SharedRecipe(ModelTerms):
         return self
 
     @model_validator(mode="after")
+    def _base_can_be_trained(self) -> "SharedRecipe":
+        # Otherwise it would show after the public images were read and encoded.
+        if not isinstance(self.base, TrainedBaseRecipe):
+            return self
+        architecture = self.expert.architecture
+        self.base.training.plain(architecture, table="base.training")
+        if self.base.training.mask_ratio and not architecture.supports_masking:
+            raise ValueError(
+                f"base.training.mask_ratio above 0 needs the architecture dit, not {architecture.kind}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _pixels_have_the_scale_of_the_noise(self) -> "SharedRecipe":
         # Latents are scaled to the noise when the plan is fitted; pixels are as the recipe says.
         if not isinstance(self.latent, IdentityLatent):

@@ -45,7 +45,12 @@ class TrainingRecipe(Training):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
 
     def plain(
-        self, architecture: Architecture, *, starts_from_base: bool = False, has_seed: bool = False
+        self,
+        architecture: Architecture,
+        *,
+        starts_from_base: bool = False,
+        has_seed: bool = False,
+        table: str = "expert.training",
     ) -> Training:
         """Return what a plan says about it, for an expert of these sizes.
 
@@ -53,13 +58,17 @@ class TrainingRecipe(Training):
             architecture: the expert's.
             starts_from_base: whether all weights are trained, from those of a base.
             has_seed: whether that base is a seed, which is trained at the rate that the recipe names.
+            table: the recipe's table that states it, for errors.
+
+        Raises:
+            ValueError: the recipe must state the learning rate.
         """
         values = {name: getattr(self, name) for name in Training.model_fields}
         rate = self.learning_rate
         # Without a seed, a rate that the recipe names is already meant for a start from the base.
         is_from_scratch = self.learning_rate is None or has_seed
         if rate is None:
-            rate = usual_rate(architecture)
+            rate = usual_rate(architecture, table)
         if starts_from_base and is_from_scratch:
             rate *= BASE_RATE_SHARE
         values["learning_rate"] = rate
@@ -70,7 +79,7 @@ class TrainingRecipe(Training):
         return Training.model_construct(**values)
 
 
-def usual_rate(architecture: Architecture) -> float:
+def usual_rate(architecture: Architecture, table: str) -> float:
     """Return the learning rate of an expert whose recipe names none.
 
     Raises:
@@ -79,7 +88,7 @@ def usual_rate(architecture: Architecture) -> float:
     rate = architecture.usual_learning_rate
     if rate is None:
         raise ValueError(
-            f"expert.training.learning_rate is needed for a {architecture.kind}: only transformers "
+            f"{table}.learning_rate is needed for a {architecture.kind}: only transformers "
             "have a usual one"
         )
     return rate

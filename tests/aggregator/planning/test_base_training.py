@@ -144,3 +144,50 @@ def test_command_trains_a_base_with_classes_and_names_the_next_one(tmp_path: Pat
     chosen.write_bytes(tomli_w.dumps(described).encode())
     refused = run_command(*words, "--launcher", "srun train")
     assert refused.code == SetupError.exit_code and "{folder}" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"learning_rate": None}, "base.training.learning_rate"),
+        ({"mask_ratio": 0.5}, "base.training.mask_ratio"),
+    ],
+)
+def test_command_names_what_the_training_of_a_unet_lacks_before_it_reads_images(
+    tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {})
+    described = recipe().model_dump(mode="json", exclude_none=True)
+    described["expert"]["architecture"] = {
+        "kind": "unet",
+        "channels": [8, 8],
+        "attention": [False, False],
+        "head_channels": 8,
+        "norm_groups": 4,
+    }
+    training = TRAINING | {"learning_rate": 0.001} | change
+    stated = {name: value for name, value in training.items() if value is not None}
+    described["base"] = table(tmp_path / "base", training=stated)
+    chosen = tmp_path / "plan.toml"
+    chosen.write_bytes(tomli_w.dumps(described).encode())
+    # There are no such images: the recipe is refused before they are looked for.
+    words = ["aggregator", "base", tiny.federation.path, "--recipe", chosen]
+    refused = run_command(*words, "--public", tmp_path / "missing.npz")
+    assert refused.code == SetupError.exit_code
+    assert field in refused.err
+
+
+def test_base_of_a_patch_that_does_not_divide_the_images_is_refused_before_they_are_read(
+    tmp_path: Path,
+) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {})
+    public = tmp_path / "public.npz"
+    np.savez(public, images=images(120, 0.0, seed=90))
+    described = recipe().model_dump(mode="json", exclude_none=True)
+    described["expert"]["architecture"]["patch"] = 3
+    described["base"] = table(tmp_path / "base")
+    chosen = tmp_path / "plan.toml"
+    chosen.write_bytes(tomli_w.dumps(described).encode())
+    words = ["aggregator", "base", tiny.federation.path, "--recipe", chosen, "--public", public]
+    refused = run_command(*words, "--device", "cpu")
+    assert refused.code == SetupError.exit_code and "expert.architecture" in refused.err
