@@ -119,7 +119,7 @@ def plan(
         released_base = _released_base(
             federation, chosen, [fitted_images], len(fitted_images), yes=yes
         )
-        networks = open_networks_beside(chosen, source.plan.expert_shape, released_base)
+        networks = open_networks_beside(chosen, source.plan, released_base)
     else:
         image_set = open_image_set(public, chosen.data, chosen.transform, subject="public images")
         released_base = _released_base(

@@ -9,7 +9,6 @@ The images that the plan holds out to judge routers and experts are held out fro
 """
 
 import hashlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,16 +25,16 @@ from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.models import network_size
 from ddm.pages.render import render
-from ddm.planning.fit import divide, fit_latent, write_autoencoder
-from ddm.planning.networks import RecipeNetworks, shape_after
+from ddm.planning.fit import divide, fit_latent
+from ddm.planning.networks import RecipeNetworks, autoencoder_digest, shape_after
 from ddm.planning.recipe import SharedRecipe, TrainedBaseRecipe
 from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard
 from ddm.protocol.architecture import ClassCondition, Condition, Mmdit, NoCondition, TextCondition
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_file, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import PcaEncoderSpec
 from ddm.protocol.enrolment import AgreedSize
-from ddm.protocol.latent import AUTOENCODER_PATH, Autoencoder, IdentityLatent, LatentSpec
+from ddm.protocol.latent import Autoencoder, IdentityLatent, LatentSpec
 from ddm.protocol.learning import Expert, ExpertObjective, Objective
 from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.partition import Clustering, SiloPartition, SketchSpec
@@ -134,15 +133,9 @@ def read_base_images(
     fitted = public[fitted_rows]
     space = fit_latent(networks, fitted, public[holdout_rows], on_progress)
     x_0 = fitted
-    autoencoder = None
     if space.latents is not None:
         x_0, _ = space.latents
-        with tempfile.TemporaryDirectory() as scratch:
-            # A plan names the digest of this very file.
-            path = Path(scratch) / AUTOENCODER_PATH
-            path.parent.mkdir()
-            write_autoencoder(networks, Path(scratch))
-            autoencoder = sha256_file(path)
+    autoencoder = autoencoder_digest(networks.autoencoder)
     return BaseImages(x_0.contiguous(), classes, space.spec, autoencoder, condition)
 
 
@@ -215,6 +208,7 @@ def train_base(
             images_digest=images.digest,
             num_images=len(images.x_0),
             shape=plan.expert_shape,
+            range=recipe.data.range,
             latent=images.latent,
             autoencoder=images.autoencoder,
             condition=images.condition,

@@ -266,5 +266,5 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
         release.manifest.licence,
         record.images.num,
         ExpertObjective(path=record.path),
-        BaseSpace(record.latent, autoencoder, record.condition),
+        BaseSpace(record.latent, autoencoder, record.condition, record.data.range),
     )

@@ -1,6 +1,7 @@
 """Opens the base that a recipe names, fits it to the plan's network, and states where it comes from."""
 
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import assert_never
 
@@ -29,7 +30,7 @@ from ddm.planning.recipe import (
     TrainedBaseRecipe,
 )
 from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard
-from ddm.protocol.architecture import ClassCondition, Condition, GridSize, Shape
+from ddm.protocol.architecture import ClassCondition, Condition, GridSize, Shape, TextCondition
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, check_json, sha256_file
 from ddm.protocol.bases import (
     Base,
@@ -39,30 +40,34 @@ from ddm.protocol.bases import (
     TrainedBase,
     licence_misfit,
 )
-from ddm.protocol.latent import Autoencoder, LatentSpec
+from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, LatentSpec
 from ddm.protocol.learning import Expert, ExpertObjective
 from ddm.protocol.plan import Plan
 
 _DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 16
 _MAX_NAMES = 300
+# Scales of latents that differ by less are taken for equal.
+_SAME_SCALE = 0.01
 _FLOATS = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 _DIFFUSERS_OBJECTIVE = ExpertObjective(path="ddpm_linear", prediction="eps")
 
 
 @dataclass(frozen=True)
 class BaseSpace:
-    """The space in which a base learned, and its condition.
+    """The space in which experts learn, and their condition: what weights mean beside their objective.
 
     Attributes:
         latent: pixels, or latents of an autoencoder.
         autoencoder: sha256 of the autoencoder's weights; None on pixels.
-        condition: what it was conditioned on.
+        condition: what experts are conditioned on.
+        data_range: the lowest and highest value of an image.
     """
 
     latent: LatentSpec
     autoencoder: str | None
     condition: Condition
+    data_range: tuple[float, float]
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "BaseSpace":
@@ -70,15 +75,29 @@ class BaseSpace:
         autoencoder = None
         if isinstance(plan.latent, Autoencoder):
             autoencoder = plan.file(plan.latent.path).digest
-        return cls(plan.latent, autoencoder, plan.condition)
+        return cls(plan.latent, autoencoder, plan.condition, plan.data.range)
 
-    def check(self, plan: Plan) -> None:
-        """Refuse a plan in whose space the base would mean something else.
+    def compare(self, other: "BaseSpace") -> tuple[str, ...]:
+        """Compare the space of a base with that of the experts that start from it.
+
+        The scale of an autoencoder that the plan fits is compared by `describe_scale`, once it is known.
+
+        Returns:
+            Differences that training corrects, in words.
 
         Raises:
-            SetupError: another autoencoder, or other classes under the same numbers.
+            SetupError: another autoencoder, other classes under the same numbers, or texts of another encoder.
         """
-        other = BaseSpace.of_plan(plan)
+        self._check_latents(other)
+        self._check_classes(other)
+        self._check_text_encoder(other)
+        if self.data_range == other.data_range:
+            return ()
+        old_range = "{:g} to {:g}".format(*self.data_range)
+        new_range = "{:g} to {:g}".format(*other.data_range)
+        return (f"images with values from {new_range} instead of {old_range}",)
+
+    def _check_latents(self, other: "BaseSpace") -> None:
         if self.autoencoder != other.autoencoder:
             raise SetupError(
                 "recipe, latent",
@@ -86,6 +105,23 @@ class BaseSpace:
                 got=_autoencoder_words(other.autoencoder),
                 remedy="Latents of another autoencoder are noise to the base: use the same, or another base.",
             )
+        if not isinstance(self.latent, DiffusersKlLatent) or not isinstance(
+            other.latent, DiffusersKlLatent
+        ):
+            return
+        old_factors = (self.latent.scaling_factor, self.latent.shift_factor)
+        new_factors = (other.latent.scaling_factor, other.latent.shift_factor)
+        if old_factors != new_factors:
+            raise SetupError(
+                "recipe, latent.folder",
+                expected="scaling_factor {:g} and shift_factor {:g}, as the base learned".format(
+                    *old_factors
+                ),
+                got="{:g} and {:g}".format(*new_factors),
+                remedy="Use the config.json of the autoencoder that the base was trained with.",
+            )
+
+    def _check_classes(self, other: "BaseSpace") -> None:
         if not isinstance(self.condition, ClassCondition) or not isinstance(
             other.condition, ClassCondition
         ):
@@ -102,11 +138,49 @@ class BaseSpace:
                 remedy="Number the classes as the base does; new ones come after its own.",
             )
 
+    def _check_text_encoder(self, other: "BaseSpace") -> None:
+        if not isinstance(self.condition, TextCondition) or not isinstance(
+            other.condition, TextCondition
+        ):
+            return
+        # Embeddings of equal width fit the layers of the base, and mean something else to them.
+        if _encoder_digests(self.condition) != _encoder_digests(other.condition):
+            raise SetupError(
+                "recipe, condition.encoder",
+                expected=f"the encoder of the base's texts, {_encoder_words(self.condition)}",
+                got=_encoder_words(other.condition),
+                remedy="Texts of another encoder are noise to the base: use the same, or another base.",
+            )
+
+    def describe_scale(self, latent: LatentSpec) -> tuple[str, ...]:
+        """Return in words by how much a plan scales the same latents differently, if it does."""
+        if not isinstance(self.latent, AutoencoderKlLatent) or not isinstance(
+            latent, AutoencoderKlLatent
+        ):
+            return ()
+        if isclose(self.latent.scale, latent.scale, rel_tol=_SAME_SCALE):
+            return ()
+        return (f"latents divided by {latent.scale:.4g} instead of {self.latent.scale:.4g}",)
+
 
 def _autoencoder_words(digest: str | None) -> str:
     if digest is None:
         return "pixels"
     return f"latents of the autoencoder of sha256 {digest[:16]}"
+
+
+def _encoder_digests(condition: TextCondition) -> frozenset[tuple[str, str]] | None:
+    """Return the files of an encoder; its folder may have another name."""
+    if condition.encoder is None:
+        return None
+    return frozenset((file.path, file.digest) for file in condition.encoder.files)
+
+
+def _encoder_words(condition: TextCondition) -> str:
+    if condition.encoder is None:
+        return "vectors of an unknown encoder"
+    weights = max(condition.encoder.files, key=lambda file: file.bytes)
+    return f"{condition.encoder.name}, {weights.path} of sha256 {weights.digest[:16]}"
 
 
 @dataclass(frozen=True)
@@ -146,15 +220,23 @@ class OpenedBase:
     tensors: dict[str, Tensor]
     changes: tuple[str, ...]
 
-    def describe(self, digest: str) -> Base:
-        """Return what a plan states of it; `digest` is that of its file in the plan."""
+    def describe(self, digest: str, latent: LatentSpec) -> Base:
+        """Return what a plan states of it.
+
+        Args:
+            digest: of its file in the plan.
+            latent: the plan's, as it was fitted.
+        """
+        changes = self.changes
+        if self.source.space is not None:
+            changes += self.source.space.describe_scale(latent)
         return Base(
             digest=digest,
             origin=self.source.origin,
             licence=self.source.licence,
             num_images=self.source.num_images,
             objective=self.source.objective,
-            changes=self.changes,
+            changes=changes,
         )
 
     def fit_positions(self, expert: Expert, shape: Shape) -> Expert:
@@ -166,27 +248,30 @@ class OpenedBase:
 
 
 def open_base(
-    recipe: SharedRecipe, expert_shape: Shape, condition: Condition, source: BaseSource | None
+    recipe: SharedRecipe, expert_shape: Shape, space: BaseSpace, source: BaseSource | None
 ) -> OpenedBase | None:
     """Open the base that a recipe names; None for a recipe without one, or with a seed, which is trained later.
 
     Args:
         recipe: what the operator asks for.
         expert_shape: of a sample, as the plan's experts see it.
-        condition: the condition of the plan's experts.
+        space: of the plan's experts; the scale of its latents may still be open.
         source: what a release has, which the aggregator alone opens; None where the recipe names a file or folder.
 
     Raises:
         MissingFileError: a file that the recipe names is not there.
-        SetupError: the recipe's base is not of the form that its kind says.
+        SetupError: the recipe's base is not of the form that its kind says, or learned in another space.
         TensorFileError: the weights do not fit the plan's network; names the tensor.
     """
     if recipe.base is None or isinstance(recipe.base, SeedBaseRecipe):
         return None
     if source is None:
         source = _read_source(recipe.base, recipe)
-    fitted = fit_base(source.weights, recipe.expert.architecture, expert_shape, condition)
-    return OpenedBase(source, fitted.tensors, fitted.changes)
+    differences: tuple[str, ...] = ()
+    if source.space is not None:
+        differences = source.space.compare(space)
+    fitted = fit_base(source.weights, recipe.expert.architecture, expert_shape, space.condition)
+    return OpenedBase(source, fitted.tensors, fitted.changes + differences)
 
 
 def check_licence(base: OpenedBase | None, release_licence: str) -> None:
@@ -330,5 +415,5 @@ def _read_trained(chosen: TrainedBaseRecipe) -> BaseSource:
         card.licence,
         card.num_images,
         card.objective,
-        BaseSpace(card.latent, card.autoencoder, card.condition),
+        BaseSpace(card.latent, card.autoencoder, card.condition, card.range),
     )

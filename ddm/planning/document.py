@@ -35,9 +35,6 @@ def plan_of(
         root_digest: sha256 of the federation's first root.
         valid_for: from now until the plan expires.
         own: the plan's other fields: who trains, on which terms, with which statistics.
-
-    Raises:
-        SetupError: the base would mean something else in the space of the plan's experts.
     """
     created = now_utc()
     files = tuple(File.of(path, folder / path) for path in fitted.paths)
@@ -48,8 +45,8 @@ def plan_of(
             terms["expert"], fitted.latent.shape(recipe.data.shape)
         )
         (base_file,) = [file for file in files if file.path == terms["expert"].base]
-        terms["base"] = fitted.base.describe(base_file.digest)
-    plan = Plan(
+        terms["base"] = fitted.base.describe(base_file.digest, fitted.latent)
+    return Plan(
         root_digest=root_digest,
         plan_id=f"{name}-{secrets.token_hex(4)}",
         created_at=created,
@@ -67,6 +64,3 @@ def plan_of(
         condition=fitted.condition,
         **terms,
     )
-    if fitted.base is not None and fitted.base.source.space is not None:
-        fitted.base.source.space.check(plan)
-    return plan

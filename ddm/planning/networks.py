@@ -1,8 +1,9 @@
 """Opens what a recipe names on this machine: the weights of encoder, autoencoder, text encoder and public expert."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -12,7 +13,8 @@ from ddm.encoders import Encoder
 from ddm.encoders.autoencoder import AutoencoderKl, open_published, open_weights
 from ddm.errors import ArchipelagoError, MissingFileError, SetupError, ShapeError
 from ddm.io.files import require_file
-from ddm.planning.bases import BaseSource, OpenedBase, open_base
+from ddm.io.tensors import save_tensors
+from ddm.planning.bases import BaseSource, BaseSpace, OpenedBase, open_base
 from ddm.planning.recipe import (
     AutoencoderKlRecipe,
     DiffusersKlRecipe,
@@ -28,7 +30,9 @@ from ddm.protocol.latent import (
     AutoencoderSize,
     DiffusersKlLatent,
     IdentityLatent,
+    LatentSpec,
 )
+from ddm.protocol.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -112,9 +116,50 @@ def open_networks(recipe: SharedRecipe, released_base: BaseSource | None = None)
     condition = condition_of(recipe)
     encoder = _open_encoder(recipe)
     autoencoder = _open_autoencoder(recipe)
-    expert_shape = shape_after(autoencoder, recipe.data.shape)
-    base = open_base(recipe, expert_shape, condition, released_base)
+    base = None
+    if recipe.base is not None:
+        expert_shape = shape_after(autoencoder, recipe.data.shape)
+        space = _space_of(recipe, condition, autoencoder)
+        base = open_base(recipe, expert_shape, space, released_base)
     return RecipeNetworks(condition, encoder, autoencoder, base)
+
+
+def _space_of(
+    recipe: SharedRecipe,
+    condition: Condition,
+    autoencoder: OwnAutoencoder | PublishedAutoencoder | None,
+) -> BaseSpace:
+    """Return the space of the recipe's experts; the scale of an own autoencoder is fitted later, and 1 here."""
+    digest = autoencoder_digest(autoencoder)
+    latent: LatentSpec
+    match autoencoder:
+        case None:
+            latent = IdentityLatent()
+        case OwnAutoencoder():
+            latent = autoencoder.spec(1.0)
+        case PublishedAutoencoder():
+            latent = autoencoder.spec
+        case _:
+            assert_never(autoencoder)
+    return BaseSpace(latent, digest, condition, recipe.data.range)
+
+
+def autoencoder_digest(
+    autoencoder: OwnAutoencoder | PublishedAutoencoder | None,
+) -> str | None:
+    """Return sha256 of the autoencoder's weights as a plan has them; None on pixels."""
+    match autoencoder:
+        case None:
+            return None
+        case PublishedAutoencoder():
+            return autoencoder.digest
+        case OwnAutoencoder():
+            with tempfile.TemporaryDirectory() as scratch:
+                path = Path(scratch) / "autoencoder.safetensors"
+                save_tensors(path, autoencoder.network.tensors())
+                return sha256_file(path)
+        case _:
+            assert_never(autoencoder)
 
 
 def shape_after(
@@ -135,21 +180,22 @@ def shape_after(
 
 def open_networks_beside(
     recipe: SharedRecipe,
-    expert_shape: tuple[int, ...],
+    plan: Plan,
     released_base: BaseSource | None = None,
 ) -> RecipeNetworks:
     """Open what a recipe names beside encoder and autoencoder, which an earlier plan provides.
 
     Args:
         recipe: what the operator asks for.
-        expert_shape: a sample as experts see it, by the earlier plan.
+        plan: the earlier plan.
         released_base: see `open_networks`.
 
     Raises:
         MissingFileError, SetupError, TensorFileError: see `open_networks`.
     """
     condition = condition_of(recipe)
-    base = open_base(recipe, expert_shape, condition, released_base)
+    space = replace(BaseSpace.of_plan(plan), condition=condition)
+    base = open_base(recipe, plan.expert_shape, space, released_base)
     return RecipeNetworks(condition, encoder=None, autoencoder=None, base=base)
 
 

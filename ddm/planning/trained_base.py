@@ -16,6 +16,7 @@ from ddm.protocol.base import (
     Seconds,
     Time,
 )
+from ddm.protocol.data import PixelValue
 from ddm.protocol.latent import LatentSpec
 from ddm.protocol.learning import ExpertObjective, TDistribution, Training
 
@@ -32,6 +33,7 @@ class TrainedBaseCard(Document):
         images_digest: sha256 of the public images, in the form in which it learned them.
         num_images: the number of these images.
         shape: the shape of a sample, as the network sees it.
+        range: lowest and highest value of an image.
         latent: what the network sees of an image: pixels, or latents.
         autoencoder: sha256 of the autoencoder's weights; null on pixels.
         condition: what it is conditioned on.
@@ -51,6 +53,7 @@ class TrainedBaseCard(Document):
     images_digest: Digest
     num_images: NumImages
     shape: Shape
+    range: tuple[PixelValue, PixelValue]
     latent: LatentSpec
     autoencoder: Digest | None
     condition: Condition

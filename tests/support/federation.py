@@ -113,7 +113,7 @@ def make_draft(
 ) -> Draft:
     """Open what a recipe names, as `aggregator plan` does, and draft its plan; nothing is signed."""
     if isinstance(public, CarriedExperts):
-        networks = open_networks_beside(chosen, public.plan.expert_shape)
+        networks = open_networks_beside(chosen, public.plan)
     else:
         networks = open_networks(chosen)
     return draft_plan(federation, chosen, networks, public, folder, columns=columns)

@@ -12,7 +12,7 @@ from aggregator.planning.base_training import BaseImages, train_base
 from aggregator.planning.recipe import Recipe
 from ddm.errors import SetupError
 from ddm.io.tensors import load_tensors
-from ddm.planning.bases import open_base
+from ddm.planning.bases import BaseSpace, open_base
 from ddm.planning.trained_base import TrainedBaseCard
 from ddm.protocol.architecture import NoCondition
 from ddm.protocol.base import sha256_file
@@ -93,9 +93,10 @@ def test_finished_base_is_not_trained_again_and_one_of_other_images_is_refused(
 def test_plan_states_that_its_base_was_trained_on_public_images(tmp_path: Path) -> None:
     chosen = recipe(base=table(tmp_path / "base"))
     card = train(chosen, base_images())
-    opened = open_base(chosen, (1, 4, 4), NoCondition(), None)
+    space = BaseSpace(IdentityLatent(), None, NoCondition(), (-1.0, 1.0))
+    opened = open_base(chosen, (1, 4, 4), space, None)
     assert opened is not None
-    stated = opened.describe("0" * 64)
+    stated = opened.describe("0" * 64, IdentityLatent())
     assert stated.origin == TrainedBase(digest=card.file.digest, images_digest=card.images_digest)
     assert (stated.licence, stated.num_images, stated.changes) == ("CC0-1.0", 30, ())
     trained = load_tensors(tmp_path / "base" / "base.safetensors", None, max_bytes=1 << 20)

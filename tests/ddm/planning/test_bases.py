@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ from ddm.errors import MissingFileError, SetupError, TensorFileError
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
 from ddm.planning.bases import BaseSpace, OpenedBase, check_licence, open_base
-from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition
+from ddm.protocol.architecture import (
+    ClassCondition,
+    Condition,
+    Dit,
+    NoCondition,
+    PinnedEncoder,
+    TextCondition,
+)
+from ddm.protocol.base import File
 from ddm.protocol.bases import PERMISSIVE_LICENCES, FileBase, licence_misfit
-from ddm.protocol.latent import IdentityLatent
+from ddm.protocol.latent import AutoencoderKlLatent, DiffusersKlLatent, IdentityLatent
 from ddm.protocol.learning import FullAdaptation
-from ddm.protocol.plan import Plan
-from tests.support.documents import plan_document, to_bytes
 from tests.support.federation import recipe
 
 SHAPE = (1, 4, 4)
@@ -39,13 +46,18 @@ DIFFUSERS_CONFIG = {
 }
 
 
+def space(condition: Condition = NoCondition(), **changes: Any) -> BaseSpace:
+    """That of experts on pixels."""
+    return replace(BaseSpace(IdentityLatent(), None, condition, (-1.0, 1.0)), **changes)
+
+
 def weights_file(path: Path, shape: tuple[int, ...] = SHAPE) -> Path:
     save_tensors(path, build_expert(Dit.model_validate(SIZES), shape, seed=1).state_dict())
     return path
 
 
 def opened(chosen: dict[str, Any], condition: Condition = NoCondition()) -> OpenedBase:
-    base = open_base(recipe(base=chosen, expert=EXPERT), SHAPE, condition, None)
+    base = open_base(recipe(base=chosen, expert=EXPERT), SHAPE, space(condition), None)
     assert base is not None
     return base
 
@@ -116,7 +128,7 @@ def test_file_is_opened_and_its_positions_span_what_it_knows(tmp_path: Path) -> 
         {"kind": "file", "file": str(path), "licence": "MIT", "shape": [1, 2, 2], "path": "edm"}
         | {"prediction": "v"}
     )
-    stated = base.describe("0" * 64)
+    stated = base.describe("0" * 64, IdentityLatent())
     assert isinstance(stated.origin, FileBase) and stated.num_images is None
     assert (stated.objective.path, stated.objective.prediction) == ("edm", "v")
     assert stated.changes == ("samples of 4 x 4 instead of 2 x 2",)
@@ -129,7 +141,7 @@ def test_folder_of_diffusers_is_opened_without_diffusers(tmp_path: Path) -> None
     base = opened(
         {"kind": "diffusers", "folder": str(folder), "licence": "CC-BY-NC-4.0", "num_images": 9}
     )
-    stated = base.describe("0" * 64)
+    stated = base.describe("0" * 64, IdentityLatent())
     assert isinstance(stated.origin, FileBase)
     assert stated.origin.layout == "DiTTransformer2DModel"
     assert (stated.objective.path, stated.objective.prediction) == ("ddpm_linear", "eps")
@@ -205,17 +217,82 @@ def test_licence_of_a_base_is_permissive_or_that_of_the_releases(
 
 
 def test_base_of_other_latents_or_of_classes_in_another_order_is_refused() -> None:
-    plan = Plan.parse(to_bytes(plan_document()), subject="plan")
-    BaseSpace(IdentityLatent(), None, NoCondition()).check(plan)
+    assert space().compare(space()) == ()
     with pytest.raises(SetupError) as caught:
-        BaseSpace(IdentityLatent(), "a" * 64, NoCondition()).check(plan)
+        space(autoencoder="a" * 64).compare(space())
     assert caught.value.subject == "recipe, latent"
 
-    named = ClassCondition(num_classes=3, names=("lung", "heart", "skull"))
-    by_class = plan.model_copy(update={"condition": named})
+    new = space(ClassCondition(num_classes=3, names=("lung", "heart", "skull")))
     same_order = ClassCondition(num_classes=2, names=("lung", "heart"))
-    BaseSpace(IdentityLatent(), None, same_order).check(by_class)
+    assert space(same_order).compare(new) == ()
     other_order = ClassCondition(num_classes=2, names=("heart", "lung"))
     with pytest.raises(SetupError) as caught:
-        BaseSpace(IdentityLatent(), None, other_order).check(by_class)
+        space(other_order).compare(new)
     assert caught.value.subject == "recipe, condition.names"
+
+
+def texts(digest: str, name: str = "clip") -> TextCondition:
+    files = tuple(
+        File(path=path, bytes=size, digest=digest)
+        for path, size in (("config.json", 1), ("model.safetensors", 9), ("tokenizer.json", 2))
+    )
+    return TextCondition(dim=4, max_tokens=2, encoder=PinnedEncoder(name=name, files=files))
+
+
+def test_base_of_texts_of_another_encoder_of_equal_width_is_refused() -> None:
+    assert space(texts("a" * 64)).compare(space(texts("a" * 64, name="renamed"))) == ()
+    with pytest.raises(SetupError) as caught:
+        space(texts("a" * 64)).compare(space(texts("b" * 64)))
+    assert caught.value.subject == "recipe, condition.encoder"
+    assert "a" * 16 in (caught.value.expected or "") and "b" * 16 in (caught.value.got or "")
+
+
+def test_base_of_other_values_or_another_scale_of_latents_is_stated(tmp_path: Path) -> None:
+    old_range = space(data_range=(0.0, 1.0))
+    base = with_space(tmp_path / "base.safetensors", old_range)
+    assert base.changes == ("images with values from -1 to 1 instead of 0 to 1",)
+
+    def latents(scale: float) -> AutoencoderKlLatent:
+        return AutoencoderKlLatent(
+            channels=(8,), attention=(False,), latent_channels=1, norm_groups=4, scale=scale
+        )
+
+    scaled = space(latent=latents(2.0), autoencoder="a" * 64)
+    # The plan fits the scale, so that it is open when the base is compared.
+    assert scaled.compare(space(latent=latents(1.0), autoencoder="a" * 64)) == ()
+    stated = replace(base, source=replace(base.source, space=scaled))
+    assert stated.describe("0" * 64, latents(2.001)).changes == base.changes
+    assert stated.describe("0" * 64, latents(4.0)).changes == (
+        *base.changes,
+        "latents divided by 4 instead of 2",
+    )
+
+
+def with_space(path: Path, learned: BaseSpace) -> OpenedBase:
+    """A base on pixels that learned in this space."""
+    file = opened({"kind": "file", "file": str(weights_file(path)), "licence": "MIT"})
+    source = replace(file.source, space=learned)
+    chosen = {"kind": "release", "release": "release"}
+    base = open_base(recipe(base=chosen, expert=EXPERT), SHAPE, space(), source)
+    assert base is not None
+    return base
+
+
+def test_other_factors_of_one_published_autoencoder_are_refused() -> None:
+    def latents(factor: float) -> BaseSpace:
+        published = DiffusersKlLatent(
+            channels=(8,),
+            latent_channels=1,
+            layers_per_block=1,
+            norm_groups=4,
+            mid_attention=False,
+            quant_conv=False,
+            post_quant_conv=False,
+            scaling_factor=factor,
+        )
+        return space(latent=published, autoencoder="a" * 64)
+
+    assert latents(0.18).compare(latents(0.18)) == ()
+    with pytest.raises(SetupError) as caught:
+        latents(0.18).compare(latents(0.13))
+    assert caught.value.subject == "recipe, latent.folder"

@@ -12,7 +12,7 @@ from ddm.errors import DigestError, SetupError
 from ddm.footprint import encoding_bytes, file_bytes, inspection_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import fit_public_parts
-from ddm.planning.networks import open_networks
+from ddm.planning.networks import autoencoder_digest, open_networks
 from ddm.protocol.base import sha256_file
 from ddm.protocol.latent import AUTOENCODER_PATH, DiffusersKlLatent
 from silo.data.latents import keep_latents, training_inputs
@@ -35,13 +35,15 @@ def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_config
     theirs = write_autoencoder(tmp_path / "vae", LAYOUT, channels=(8, 8), images=1)
     wanted = recipe(latent=asked(tmp_path / "vae"))
     public = torch.from_numpy(images(120, 0.1, seed=0))
-    fitted = fit_public_parts(wanted, open_networks(wanted), public, tmp_path / "plan-files")
+    networks = open_networks(wanted)
+    fitted = fit_public_parts(wanted, networks, public, tmp_path / "plan-files")
     assert isinstance(fitted.latent, DiffusersKlLatent)
     assert (fitted.latent.scaling_factor, fitted.latent.channels) == (0.18215, (8, 8))
     assert AUTOENCODER_PATH in fitted.paths
-    assert sha256_file(tmp_path / "plan-files" / AUTOENCODER_PATH) == sha256_file(
-        tmp_path / "vae" / WEIGHTS
-    )
+    written = sha256_file(tmp_path / "plan-files" / AUTOENCODER_PATH)
+    assert written == sha256_file(tmp_path / "vae" / WEIGHTS)
+    # Known before anything is fitted, so that a base of other latents is refused then.
+    assert autoencoder_digest(networks.autoencoder) == written
     assert fitted.images.latents is not None
     with torch.no_grad():
         expected = theirs.encode(fitted.images.fitted).latent_dist.mode() * 0.18215
