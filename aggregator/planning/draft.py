@@ -22,6 +22,7 @@ from aggregator.planning.continuing import (
 )
 from aggregator.planning.feasible import check_feasible
 from aggregator.planning.recipe import Recipe
+from aggregator.planning.released_base import check_not_submitted
 from ddm.errors import SetupError
 from ddm.planning.bases import check_licence
 from ddm.planning.document import plan_of
@@ -105,13 +106,15 @@ def draft_plan(
         ReplayError: an expert that is carried over, or trained on, would mean something else; names the field.
         MissingFileError: the plan whose experts are trained on is not one of this federation.
         DataError: see `ddm.planning.fit.fit_public_parts`.
-        SetupError, PolicyError: the plan could not work, see `aggregator.planning.feasible`.
+        SetupError, PolicyError: the plan could not work, see `aggregator.planning.feasible`; or a file that the recipe
+            names as its base is an expert that a silo sent.
     """
     carried = public if isinstance(public, CarriedExperts) else None
     terms = read_terms(federation, recipe.expert.adaptation, carried)
     # Before anything is fitted, which may take minutes.
     check_feasible(recipe, terms.training_cards)
     check_licence(networks.base, terms.licence)
+    check_not_submitted(federation, networks.base)
     if isinstance(public, CarriedExperts):
         columns = public.columns
         check_columns_kept(columns, recipe)

@@ -1,6 +1,6 @@
 """Makes an expert of an earlier release, or a student of it, the base of the next plan; verified, with its consent."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,13 @@ from aggregator.planning.continuing import read_signed_plan
 from ddm.diffusion.path import Expert, path_named, target_of, x_t
 from ddm.diffusion.path import Path as DiffusionPath
 from ddm.distillation.student import OwnSamples, read_record
-from ddm.errors import DigestError, SetupError
+from ddm.errors import DigestError, PolicyError, SetupError
+from ddm.io.files import read_bounded
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
 from ddm.models.base_weights import BaseWeights
-from ddm.planning.bases import BaseSource, BaseSpace, read_weights
+from ddm.planning.bases import BaseSource, BaseSpace, OpenedBase, read_weights
 from ddm.planning.recipe import ReleaseBaseRecipe
 from ddm.planning.released_base import (
     no_consent_error,
@@ -26,11 +27,13 @@ from ddm.planning.released_base import (
     teachers_of,
     trained_plan,
 )
-from ddm.protocol.bases import ExpertBase, StudentBase
+from ddm.protocol.base import MAX_DOCUMENT_BYTES
+from ddm.protocol.bases import ExpertBase, FileBase, StudentBase, TrainedBase
 from ddm.protocol.data import DataSpec
 from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import Plan
+from ddm.protocol.submission import Submission, submission_path
 
 # Shape legend: B images.
 
@@ -117,6 +120,40 @@ def _earlier_silos_that_left(federation: Federation, plan: Plan) -> set[str]:
             if trained_id not in visited_plans:
                 waiting_plans[trained_id] = teacher_plan
     return left
+
+
+def check_not_submitted(federation: Federation, base: OpenedBase | None) -> None:
+    """Refuse as a file, or as a base trained on public images, an expert that a silo of this federation sent.
+
+    As such it would need no consent, return after a withdrawal, and count as trained on no silo's images. Files are
+    compared by digest, which the silos' documents state: this stops an error, and no aggregator that changes a byte.
+
+    Raises:
+        PolicyError: it is such an expert.
+    """
+    if base is None or not isinstance(base.source.origin, FileBase | TrainedBase):
+        return
+    for document in _submissions(federation):
+        data = read_bounded(document, MAX_DOCUMENT_BYTES)
+        submission = Submission.parse(data, subject=document.name)
+        for expert in submission.experts:
+            if expert.file.digest == base.source.origin.digest:
+                raise PolicyError(
+                    "recipe, base",
+                    expected="a file that is no expert of this federation",
+                    got=f"expert {expert.expert_id} of {submission.silo_id}, for plan {submission.plan_id}",
+                    remedy="Leave the table [base] out, and name the release of this expert: aggregator plan "
+                    f"--from-release RELEASE --expert {expert.expert_id}. Its silo must agree (serve_as_base), and "
+                    "must not have withdrawn it.",
+                )
+
+
+def _submissions(federation: Federation) -> Iterator[Path]:
+    """Yield the documents of all submissions that passed verification: accepted, withdrawn, or in quarantine."""
+    document = submission_path("*")
+    yield from federation.accepted.glob(f"*/*/{document}")
+    yield from federation.withdrawn.glob(f"*/*/submission/{document}")
+    yield from federation.quarantine.glob(f"*/*/*/submission/{document}")
 
 
 def consenting_experts(release: Release, left: Set[str]) -> tuple[PublishedExpert, ...]:

@@ -26,8 +26,8 @@ class TrainingRecipe(Training):
             smaller rates, and half of that where all weights are trained from a base; a unet needs one. Where islands
             start from a seed, it is the seed's, and theirs is half of it.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
-        warmup_steps: steps over which the rate first rises from 0; the fall has begun by then. By default a twentieth of
-            the steps, and at most 100.
+        warmup_steps: steps over which the rate first rises from 0; the fall has begun by then. By default a twentieth
+            of the steps, and at most 100.
         weight_decay: AdamW's weight decay.
         precision: precision of the arithmetic; auto is bf16 where products in it are faster (GPUs, AMX,
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.

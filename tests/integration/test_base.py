@@ -1,6 +1,7 @@
 """A plan whose experts start from a base, and the next plan that starts from one of these: two silos, in process."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -328,6 +329,23 @@ def test_plan_does_not_train_on_experts_whose_base_it_would_not_state(
     check_continuation(unbased, new, "east")
     with pytest.raises(ReplayError, match="to be trained on"):
         check_continuation(old, new, "east")
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_expert_that_a_silo_sent_is_refused_as_a_file_of_the_operators(
+    first: Round, tmp_path: Path, withdrawn: bool
+) -> None:
+    """The attack: a file needs no consent, returns after a withdrawal, and counts as trained on no silo's images."""
+    tiny = first.tiny.copy(tmp_path / "tiny")
+    (expert,) = [row for row in first.opened.manifest.experts if row.silo_id == "east"]
+    shutil.copy(first.opened.folder / expert.file.path, tmp_path / "mine.safetensors")
+    if withdrawn:
+        key = load_key(tiny.federation, "receipts", PASSPHRASE)
+        withdraw_silo(tiny.federation, "east", "a test", key)
+    chosen = recipe(**tables(base=file_base(tmp_path / "mine.safetensors")))
+    with pytest.raises(PolicyError) as caught:
+        tiny.sign(chosen)
+    assert "east" in (caught.value.got or "") and "--from-release" in (caught.value.remedy or "")
 
 
 def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: Round) -> None:

@@ -139,7 +139,7 @@ def write_expert(path: Path, architecture: Dit, *, seed: int, sparse: bool = Fal
     with path.open("wb") as handle:
         handle.write(len(encoded).to_bytes(8, "little") + encoded)
         if sparse:
-            handle.truncate(handle.report_progress() + end)
+            handle.truncate(handle.tell() + end)
             return
         for number, start in enumerate(range(0, end, 4 * _BLOCK)):
             # The lowest bits of the mantissa, so that the values stay what they are.
