@@ -41,7 +41,6 @@ from silo.data.declared import check_values, facts_of
 from silo.data.transformed import LEFT_OUT, NOT_TAKEN
 from silo.plan import acceptance
 from silo.worker import stages
-from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.cohorts import source_at
 from tests.support.federation import (
@@ -54,6 +53,7 @@ from tests.support.federation import (
     recipe,
     write_policy,
 )
+from tests.support.observed import observe
 from tests.support.pictures import read_all_pictures
 from tests.support.recipes import training
 
@@ -111,35 +111,12 @@ def overflowing(folder: Path) -> None:
     save_tensors(path, tensors | {"basis": basis, "mean": torch.zeros_like(tensors["mean"])})
 
 
-def seen_of(tiny: TinyFederation, plan_id: str) -> list[object]:
-    """Everything that the aggregator sees of the site's work, but noise, weights and times."""
-    tiny.deliver_plan(SILO, plan_id)
-    site = tiny.sites[SILO]
-    seen = []
-    worker = Worker(site, tiny.key(SILO), lambda state: None)
-    worker.begin()
-    while worker.state.state != "in_outbox":
-        before = worker.state
-        worker.step()
-        status = site.outbox / "status.json"
-        seen.append(json.loads(status.read_bytes()) | {"plan_id": ""} if status.exists() else None)
-        assert worker.state != before, f"the site stands still in {before.state}"
-    sent = site.outbox / plan_id / "1"
-    seen += sorted(
-        (path.relative_to(sent).name, path.stat().st_size) for path in sent.rglob("*.safetensors")
-    )
-    document = json.loads((sent / "silos" / SILO / "submission.json").read_bytes())
-    for expert in document["experts"]:
-        expert["file"]["digest"] = expert["training"]["seconds"] = ""
-    return [*seen, document["experts"], document["num_units"], document["audit"]["verdict"]]
-
-
 def test_encoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> None:
     seen = []
     for name, with_target in (("with", True), ("without", False)):
         tiny = world(tmp_path / name, with_target=with_target)
         plan_id = signed(tiny, overflowing)
-        seen.append(seen_of(tiny, plan_id))
+        seen.append(observe(tiny, SILO, plan_id))
         files = acceptance.load_accepted(
             tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)
         ).files()
@@ -176,7 +153,7 @@ def test_network_of_timm_that_overflows_for_one_person_shows_nothing(tmp_path: P
     for name, with_target in (("with", True), ("without", False)):
         tiny = world(tmp_path / name, with_target=with_target)
         plan_id = signed(tiny, overflowing_network, encoder=network)
-        seen.append(seen_of(tiny, plan_id))
+        seen.append(observe(tiny, SILO, plan_id))
         files = acceptance.load_accepted(
             tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)
         ).files()
@@ -245,7 +222,7 @@ def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path)
     for name, with_target in (("with", True), ("without", False)):
         tiny = world(tmp_path / name, with_target=with_target, times=times)
         plan_id = signed(tiny, overflowing_autoencoder, times=times, **tables)
-        seen.append(seen_of(tiny, plan_id))
+        seen.append(observe(tiny, SILO, plan_id))
         files = acceptance.load_accepted(
             tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)
         ).files()
@@ -326,12 +303,12 @@ def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
         at[7] = level
         held = brightest(tmp_path / str(number) / "data", at)
         tiny = spread(tmp_path / str(number) / "data", unit, patients=patients)
-        seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking(unit, VALUES))))
+        seen.append(observe(tiny, SILO, signed(tiny, lambda folder: None, **asking(unit, VALUES))))
         site = tiny.sites[SILO]
         blank = (site.private / "images" / LEFT_OUT).read_text().count(NOT_TAKEN)
         # the question does tell them apart, on the site alone
         assert blank == sum(position <= 250 for position in at)
-        assert seen[-1][-2] == (SPREAD if unit == "image" else 7)
+        assert seen[-1].submission["num_units"] == (SPREAD if unit == "image" else 7)
         with nullcontext() if level > 250 else pytest.raises(DataError, match="threshold"):
             exactly(VALUES).apply(held[7])
     assert seen[0] == seen[1]
@@ -356,7 +333,7 @@ def test_percentiles_that_are_equal_in_one_picture_alone_show_nothing(tmp_path: 
             exactly(PERCENTILES).apply(next(read_all_pictures(folder / "07.png")))
         tiny = spread(folder, "image", patients=[f"P{number}" for number in range(SPREAD)])
         seen.append(
-            seen_of(tiny, signed(tiny, lambda folder: None, **asking("image", PERCENTILES)))
+            observe(tiny, SILO, signed(tiny, lambda folder: None, **asking("image", PERCENTILES)))
         )
         assert (NOT_TAKEN in (tiny.sites[SILO].private / "images" / LEFT_OUT).read_text()) == flat
     assert seen[0] == seen[1]
@@ -382,11 +359,13 @@ def test_number_of_slices_asks_nothing_about_the_depth_of_one_patients_volume(
         agreed = tiny.sites[SILO].agreed()
         assert agreed is not None and agreed.images == 16
         seen.append(
-            seen_of(tiny, signed(tiny, lambda folder: None, **asking("patient", transform, num)))
+            observe(
+                tiny, SILO, signed(tiny, lambda folder: None, **asking("patient", transform, num))
+            )
         )
         (kept,) = tiny.sites[SILO].private.glob("unpacked-*.npy")
         assert len(np.load(kept)) == 9 * num  # whatever there is to be cut
-        assert seen[-1][-2] == num
+        assert seen[-1].submission["num_units"] == num
     assert seen[0] == seen[1]
 
 

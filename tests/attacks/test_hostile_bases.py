@@ -1,9 +1,11 @@
-"""An attack by the base of a plan: a silo refuses it within bounds, or trains on it without telling of one image."""
+"""An attack by the base of a plan: a silo refuses it within bounds, or works with it and shows nothing of one image."""
 
 import json
 import pickle
+from math import sqrt
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,13 +13,21 @@ from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileE
 from ddm.io.tensors import save_tensors
 from ddm.models import MAX_WEIGHT, build_expert
 from ddm.protocol.architecture import Dit
+from silo.audit.document import read_report
+from silo.audit.holdout import holdout_mask
+from silo.config import AUDIT_REPORT
+from silo.plan.acceptance import load_accepted
+from silo.worker import stages
 from tests.support.dishonest_aggregator import (
     PUBLIC,
     SIDE,
+    SILO,
     DishonestAggregator,
     UnsignedPlan,
     clusters_around,
 )
+from tests.support.federation import POLICY, TinyFederation, cohort, recipe, write_policy
+from tests.support.observed import observe
 
 SMALL = {"kind": "dit", "patch": 2, "hidden": 8, "depth": 1, "heads": 2}
 ADAPTATION = {"kind": "full", "base": "plan/base.safetensors"}
@@ -147,3 +157,125 @@ def test_base_with_another_digest_than_the_stated_one_is_refused(
     plan_id = aggregator.deliver(plan, rewrite=with_other_digest)
     with pytest.raises(ArchipelagoError):
         aggregator.receive(plan_id)
+
+
+WIDE = {"kind": "dit", "patch": SIDE, "hidden": 64, "depth": 1, "heads": 2}
+TARGET = np.ones((1, SIDE, SIDE), np.float32)
+NUM_IMAGES = 40
+NUM_HELD_OUT = 10
+AUDIT = {
+    "required": True,
+    "min_holdout_units": NUM_HELD_OUT,
+    # No figure is above 1, so that the verdict of so few units is always the same.
+    "max_mia_auc": 1.0,
+    "max_mia_tpr": 1.0,
+    "max_near_copy_rate": 1.0,
+}
+
+
+def overflowing_weights() -> dict[str, torch.Tensor]:
+    """A base that exceeds float32 for an image whose mean is above 0.75, and has no such value for any other.
+
+    The whole image is one token. Two of its values become the image's mean beside a constant, which the normalisation
+    leaves in proportion; the block compares it with the threshold. Its modulations are as large as the time's network
+    can make them with weights within the bound: whatever GELU lets through overflows, and the rest is exactly 0.
+    """
+    large = 0.9 * MAX_WEIGHT
+    hidden = 64
+    weights = build_expert(Dit.model_validate(WIDE), (1, SIDE, SIDE), seed=1).state_dict()
+    embed = weights["embed.weight"]
+    embed[:4] = 0.0
+    embed[2] = large / embed.shape[1]
+    embed[3] = -embed[2]
+    weights["embed.bias"][:2] = torch.tensor([large, -large])
+
+    weights["time.mlp.0.weight"].zero_()
+    weights["time.mlp.0.bias"].fill_(large)
+    weights["time.mlp.2.weight"].fill_(large)
+    # The parts of a block's modulation: shift, scale and gate of attention, then those of the two-layer network.
+    shift, scale, gate = weights["modulation.weight"][3 * hidden : 6 * hidden].split(hidden)
+    threshold = 0.75 * sqrt(hidden / 2 / (1 + 0.75**2))
+    scale[2] = large / 4
+    shift[2] = -threshold * large / 4
+    gate[5] = large
+
+    weights["blocks.0.up.weight"].zero_()
+    weights["blocks.0.up.weight"][:, 2] = large
+    weights["blocks.0.down.weight"].zero_()
+    weights["blocks.0.down.weight"][5] = large
+    return weights
+
+
+def write_images(tiny: TinyFederation, target: int | None) -> torch.Tensor:
+    """Write the images of the only silo, with the target in one place or in none; return them."""
+    made = cohort(NUM_IMAGES, 0.0, seed=5)
+    made["images"] = made["images"] * 0.5
+    if target is not None:
+        made["images"][target] = TARGET
+    np.savez(tiny.path / f"{SILO}.npz", **made)  # type: ignore[arg-type]
+    return torch.from_numpy(made["images"])
+
+
+def is_held_out(tiny: TinyFederation, plan_id: str, images_N: torch.Tensor) -> torch.Tensor:
+    """Which images the site held out of its training, by their place in the file."""
+    site = tiny.sites[SILO]
+    digest = str(tiny.state_of(SILO).plan_digest)
+    policy = site.policy()
+    here = stages.scan_images(site, load_accepted(site, plan_id, digest), policy)
+    # The site keeps images in a secret order.
+    held = here.images[torch.nonzero(holdout_mask(here, policy))[:, 0]]
+    same_NH = (images_N[:, None] == held[None]).flatten(2).all(2)
+    return same_NH.any(1)
+
+
+def test_base_that_overflows_for_one_image_shows_nothing_of_it_in_training_and_audit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attack: training starts from the base and the audit compares with it; both meet the image, or do not."""
+    weights = overflowing_weights()
+    save_tensors(tmp_path / "base.safetensors", weights)
+    planned = TinyFederation.create(tmp_path / "planned", {SILO: NUM_IMAGES})
+    write_policy(planned.sites[SILO], POLICY | {"audit": AUDIT | {"num_samples": 64}})
+    described = recipe().model_dump(mode="json", exclude_none=True)["expert"]
+    described["architecture"] = WIDE
+    described["training"]["num_steps"] = 40
+    # Other weights would move by what the base amplifies, and soon overflow for every image.
+    described["adaptation"] = {"kind": "partial", "trained": ["head"]}
+    chosen = recipe(
+        base={"kind": "file", "file": str(tmp_path / "base.safetensors"), "licence": "CC0-1.0"},
+        expert=described,
+        statistics={
+            "unit": "image",
+            "total": {"epsilon": 1.0, "delta": 0.0},
+            "counts": {"epsilon": 1.0, "num_groups": 4},
+        },
+        router={"kind": "counts"},
+        audit=AUDIT,
+    )
+    plan_id = planned.sign(chosen)
+
+    images_N = write_images(planned, target=None)
+    without = planned.copy(tmp_path / "without")
+    observed = {"without": observe(without, SILO, plan_id)}
+    assert "no finite gradient" not in caplog.text
+    held_N = is_held_out(without, plan_id, images_N)
+    assert int(held_N.sum()) == NUM_HELD_OUT
+
+    places = {"learned": int((~held_N).nonzero()[0]), "held out": int(held_N.nonzero()[0])}
+    network = build_expert(Dit.model_validate(WIDE), (1, SIDE, SIDE))
+    network.load_state_dict(weights)
+    for name, place in places.items():
+        caplog.clear()
+        images_N = write_images(planned, target=place)
+        site = planned.copy(tmp_path / name)
+        observed[name] = observe(site, SILO, plan_id)
+        # The base does tell the image from the others, and training from it meets the image.
+        finite_N = network(images_N, torch.zeros(NUM_IMAGES)).isfinite().flatten(1).all(1)
+        assert torch.nonzero(~finite_N).tolist() == [[place]]
+        assert ("no finite gradient" in caplog.text) == (name == "learned")
+        assert bool(is_held_out(site, plan_id, images_N)[place]) == (name == "held out")
+        (expert,) = read_report(site.sites[SILO].work_folder(plan_id) / AUDIT_REPORT).experts
+        assert expert.num_holdout_units == expert.num_members == NUM_HELD_OUT
+
+    assert observed["learned"] == observed["without"]
+    assert observed["held out"] == observed["without"]
