@@ -31,8 +31,8 @@ from ddm.models import build_expert
 from ddm.planning.recipe import ReleaseBaseRecipe
 from ddm.planning.released_base import expert_source
 from ddm.protocol.architecture import Dit
-from ddm.protocol.base import File
-from ddm.protocol.bases import ExpertBase, FileBase, StudentBase
+from ddm.protocol.base import File, sha256_file
+from ddm.protocol.bases import ExpertBase, FileBase, StudentBase, TrainedBase
 from ddm.protocol.continuation import check_continuation
 from ddm.protocol.growth import stated_bases
 from ddm.protocol.plan import Plan
@@ -146,16 +146,67 @@ def test_plan_manifest_card_and_info_state_the_base(first: Round) -> None:
         assert plan.base.digest[:16] in text and "240 images" in text and "CC0-1.0" in text
 
 
+def write_public(path: Path) -> Path:
+    """Write public images like the silos', so that screening takes no honest expert's images for foreign ones."""
+    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
+    np.savez(path, images=np.concatenate(centres))
+    return path
+
+
+def write_recipe(path: Path, **changes: object) -> Path:
+    described = recipe(**tables(**changes)).model_dump(mode="json", exclude_none=True)
+    # The rate that follows from the start, instead of the one that a recipe of tests states.
+    described["expert"]["training"].pop("learning_rate")
+    path.write_bytes(tomli_w.dumps(described).encode())
+    return path
+
+
+def test_base_trained_on_public_images_leads_to_a_release_that_states_it(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", SIZES)
+    base = {
+        "kind": "trained",
+        "folder": str(tmp_path / "base"),
+        "licence": "CC-BY-4.0",
+        "training": {"num_steps": 12, "batch_size": 8, "precision": "fp32"},
+    }
+    chosen = write_recipe(tmp_path / "plan.toml", base=base)
+    public = write_public(tmp_path / "public.npz")
+    words = [tiny.federation.path, "--recipe", chosen, "--public", public]
+    trained = run_command("aggregator", "base", *words, "--device", "cpu")
+    assert trained.code == 0, trained.err
+    secret = tmp_path / "pass"
+    secret.write_bytes(PASSPHRASE + b"\n")
+    signed = run_command("aggregator", "plan", *words, "--passphrase-file", secret, "--yes")
+    assert signed.code == 0, signed.err
+
+    plan_id = tiny.current_plan_id()
+    for silo_id in SIZES:
+        tiny.take_part(silo_id, plan_id)
+    tiny.publish(tmp_path / "release")
+    release = open_release(tmp_path / "release", root=tiny.root, state=None)
+    stated = release.manifest.base
+    assert stated is not None
+    assert isinstance(stated.origin, TrainedBase)
+    # A quarter of the 240 public images is held out to judge routers and experts.
+    assert (stated.licence, stated.num_images) == ("CC-BY-4.0", 180)
+    card = (release.folder / "README.md").read_text("utf-8")
+    (line,) = [line for line in card.splitlines() if stated.digest[:16] in line]
+    assert "180 images" in line and "CC-BY-4.0" in line
+
+    # The silos got the weights that the first command wrote.
+    written = tmp_path / "base" / "base.safetensors"
+    assert stated.origin.digest == sha256_file(written)
+    weights = load_tensors(written, None, max_bytes=1 << 20)
+    sent_path = tiny.federation.plan_targets(plan_id) / "plan/base.safetensors"
+    sent = load_tensors(sent_path, None, max_bytes=1 << 20)
+    assert sent.keys() == weights.keys()
+    assert all(torch.equal(sent[name], weights[name]) for name in weights)
+
+
 def plan_from_release(tiny: TinyFederation, release: Path, folder: Path) -> list[object]:
     """The command that plans a training from an expert of a release."""
-    public = folder / "public.npz"
-    # Like the silos' images, so that screening does not take an honest expert's images for foreign ones.
-    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
-    np.savez(public, images=np.concatenate(centres))
-    chosen = folder / "plan.toml"
-    described = recipe(**tables()).model_dump(mode="json", exclude_none=True)
-    described["expert"]["training"].pop("learning_rate")
-    chosen.write_bytes(tomli_w.dumps(described).encode())
+    public = write_public(folder / "public.npz")
+    chosen = write_recipe(folder / "plan.toml")
     secret = folder / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
     words = ["aggregator", "plan", tiny.federation.path, "--recipe", chosen, "--public", public]
