@@ -34,8 +34,16 @@ RECIPES = sorted(FOLDER.glob("*.toml"))
 NUM = 24
 PUBLIC = 100
 PLANS = 5
-OF_PATIENTS = ("patients", "private")
+OF_PATIENTS = ("patients", "private", "few_patients")
+PRIVATE = ("private", "few_patients")
+# Of a site that trains privately.
+NUM_PATIENTS = {"private": 3000, "few_patients": 500}
 TINY = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
+PRIVATELY = {
+    "data.shape": [1, 8, 8],
+    "expert.privacy.units_per_step": 4,
+    "expert.privacy.draws": 1,
+}
 # What a test changes of a recipe so that it takes a second: sizes alone.
 SMALL: dict[str, dict[str, Any]] = {
     "grey": {"data.shape": [1, 8, 8]},
@@ -49,10 +57,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "router.num_steps": 4,
     },
     "patients": {"data.shape": [1, 8, 8]},
-    "private": {
-        "data.shape": [1, 8, 8],
-        "expert.privacy.units_per_step": 4,
-        "expert.privacy.draws": 1,
+    "private": PRIVATELY,
+    "few_patients": PRIVATELY
+    | {
+        "base.training.num_steps": 3,
+        "base.training.batch_size": 4,
     },
     "classes": {"data.shape": [1, 8, 8]},
     "volumes": {
@@ -80,7 +89,7 @@ ALWAYS = {
 def changed(name: str, **more: Any) -> dict[str, Any]:
     """The recipe with other sizes; a field changed to None is left out."""
     tables = tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
-    if "size" in tables["expert"]["architecture"]:
+    if tables["expert"]["architecture"]["kind"] == "dit":
         tables["expert"]["architecture"] = TINY
     for path, value in {**ALWAYS, **SMALL[name], **more}.items():
         *way, field = path.split(".")
@@ -148,7 +157,7 @@ def brought(name: str, folder: Path) -> Path:
                 "label",
                 lambda n: ("Normal", " pneumonia", "2")[n % 3],
             )
-        case "patients" | "private":
+        case "patients" | "private" | "few_patients":
             folder.mkdir()
             for number in range(NUM):
                 write_dicom(folder / f"{number}.dcm", pixels(number, 24, 20), number // 2)
@@ -191,11 +200,18 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
         write_autoencoder(tmp_path / "vae", SD)
     if name == "private":
         more = {"base.file": str(public_expert(tmp_path / "base.safetensors"))}
+    if name == "few_patients":
+        more = {"base.folder": str(tmp_path / "base")}
     recipe = tmp_path / "plan.toml"
     recipe.write_bytes(tomli_w.dumps(changed(name, **more)).encode())
     (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
-    result = run_command("aggregator", "plan", tiny.federation.path, "--recipe", recipe, "--public", public, "--yes",
-                   "--passphrase-file", tmp_path / "pass")  # fmt: skip
+    words = [tiny.federation.path, "--recipe", recipe, "--public", public]
+    if name == "few_patients":
+        result = run_command("aggregator", "base", *words)
+        assert result.code == 0, result.out + result.err
+    result = run_command(
+        "aggregator", "plan", *words, "--yes", "--passphrase-file", tmp_path / "pass"
+    )
     assert result.code == 0, result.out + result.err
     assert "each picture" in result.out
     plan, _ = tiny.federation.current_plan()
@@ -203,8 +219,8 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
     sent = tiny.sites["north"].outbox / plan.plan_id / "1" / submission_path("north")
     submission = Submission.parse(sent.read_bytes(), subject="submission")
     assert submission.num_units == (NUM // 2 if name in OF_PATIENTS else NUM)
-    assert submission.spent.epsilon == (8.0 if name == "private" else plan.statistics.total.epsilon)
-    assert submission.audit.verdict == ("bounded" if name == "private" else "waived")
+    assert submission.spent.epsilon == (8.0 if name in PRIVATE else plan.statistics.total.epsilon)
+    assert submission.audit.verdict == ("bounded" if name in PRIVATE else "waived")
 
 
 def test_every_case_has_a_recipe_of_which_a_usual_budget_covers_several_plans() -> None:
@@ -223,7 +239,7 @@ def test_every_case_has_a_recipe_of_which_a_usual_budget_covers_several_plans() 
             )
             steps = [drawn] * PLANS
             if terms := recipe.expert.privacy:  # as much as one plan may spend
-                rate = terms.rate(3000)
+                rate = terms.rate(NUM_PATIENTS[path.stem])
                 taken = recipe.expert.training.num_steps
                 noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, taken)
                 steps = [(*drawn, DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=taken))]
