@@ -60,7 +60,7 @@ class Kind:
 
     Attributes:
         architecture: their network.
-        condition: what they are told.
+        condition: what they take beside x and t.
         adaptation: of an expert that was trained on the public images, where it is not `full`.
         in_latents: whether they see latents.
         rate: the learning rate.
@@ -92,13 +92,13 @@ KINDS = {
 
 
 def fit(
-    model: nn.Module, images: Tensor, training: Training, told: Tensor | None
+    model: nn.Module, images: Tensor, training: Training, texts: Tensor | None
 ) -> Mapping[str, Tensor]:
     """Train one expert; return its averaged weights."""
     with tempfile.TemporaryDirectory() as folder:
         return train(
             model,
-            Examples(images, told, TEXTS.drop),
+            Examples(images, texts, TEXTS.drop),
             training,
             TrainingObjective(),
             TrainingRun(Path(folder)),

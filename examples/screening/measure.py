@@ -88,7 +88,7 @@ def fit(
     architecture: Architecture = ARCHITECTURE,
     times: TDistribution = UniformT(),
 ) -> Weights:
-    """Train one expert, told the class where there are labels."""
+    """Train one expert, with the class as its condition where there are labels."""
     condition = None if labels is None else torch.from_numpy(labels.astype(np.int64))
     with tempfile.TemporaryDirectory() as folder:
         return train(
@@ -116,9 +116,11 @@ def federations(
         )
         weight_KC /= weight_KC.sum(0)
         owner = np.array([rng.choice(num_silos, p=weight_KC[:, c]) for c in digit[private]])
-        held = [private[owner == k] for k in range(num_silos)]
-        held = [mine for mine in held if len(mine) >= FEWEST]
-        yield images[public], [images[mine] for mine in held], [digit[mine] for mine in held]
+        rows_of_silos = [private[owner == k] for k in range(num_silos)]
+        large_enough = [rows for rows in rows_of_silos if len(rows) >= FEWEST]
+        silo_images = [images[rows] for rows in large_enough]
+        silo_digits = [digit[rows] for rows in large_enough]
+        yield images[public], silo_images, silo_digits
 
 
 def trial_of(
@@ -320,7 +322,7 @@ def answer_attacks(public: Tensor) -> dict[str, Attack]:
 
 
 def class_attacks(public: Tensor) -> dict[str, Attack]:
-    """Return the attacks on one class of experts that are told classes."""
+    """Return the attacks on one class of experts that have classes as conditions."""
 
     def hidden(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
         return torch.zeros(len(x_B), dtype=torch.bool) if c_B is None else c_B == HIDDEN_CLASS
@@ -392,9 +394,15 @@ class Tally:
 
 
 def measure(
-    training: Training, num_federations: int = len(FEDERATIONS), told: int = 1
+    training: Training, num_federations: int = len(FEDERATIONS), num_with_classes: int = 1
 ) -> list[Row]:
-    """Try every kind of expert; see `Tally.rows`. The first `told` federations also train experts told classes."""
+    """Try every kind of expert; see `Tally.rows`.
+
+    Args:
+        training: of every expert.
+        num_federations: how many are tried.
+        num_with_classes: of these, the first ones, which also train experts with classes as conditions.
+    """
     digits = load_digits()
     tally = Tally()
     images = torch.from_numpy((digits.images[:, None] / 8.0 - 1.0).astype(np.float32))
@@ -423,18 +431,17 @@ def measure(
                 tally.count(
                     "honest, one digit alone, 60 images", judge(others, specialist, trial, training)
                 )
-            made = weight_attacks(weights[k], weights[k - 1]) | poisoned
-            cheats = {what: (tampered, answer_of(tampered)) for what, tampered in made.items()}
+            spoiled = weight_attacks(weights[k], weights[k - 1]) | poisoned
+            cheats = {what: (tampered, answer_of(tampered)) for what, tampered in spoiled.items()}
             for what, attack in answer_attacks(public).items():
                 cheats[what] = (weights[k], attack(answer_of(weights[k])))
-            for what, (of, answer) in cheats.items():
-                cheat = measured(
-                    of, answer, name="cheat" + sha256_hex(f"{number} {k} {what}".encode())[:8]
-                )
+            for what, (sent_weights, answer) in cheats.items():
+                name = "cheat" + sha256_hex(f"{number} {k} {what}".encode())[:8]
+                cheat = measured(sent_weights, answer, name=name)
                 tally.count(what, judge(others, cheat, trial, training))
             _colluding(weights[k - 1], others[k - 1 :], measured, tally, trial, training)
-        if number < told:
-            _told(public, silos, labels, tally, number, training)
+        if number < num_with_classes:
+            _try_with_classes(public, silos, labels, tally, number, training)
     return tally.rows()
 
 
@@ -459,7 +466,7 @@ def _colluding(
     )
 
 
-def _told(
+def _try_with_classes(
     public: Tensor,
     silos: list[Tensor],
     labels: list[np.ndarray],
@@ -467,9 +474,11 @@ def _told(
     number: int,
     training: Training,
 ) -> None:
-    """Try experts that are told classes."""
+    """Try experts with classes as conditions."""
     trial = trial_of(public, CLASSES, seed=number)
-    weights = [fit(silo, training, mine) for silo, mine in zip(silos, labels, strict=True)]
+    weights = [
+        fit(silo, training, silo_labels) for silo, silo_labels in zip(silos, labels, strict=True)
+    ]
     honest = [
         figures(expert_weights, answer_of(expert_weights, CLASSES), trial, f"silo{k}")
         for k, expert_weights in enumerate(weights)
