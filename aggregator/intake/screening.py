@@ -363,7 +363,8 @@ def copy_faults(
     owners = [silo_id for silo_id, experts in others.items() for _ in experts]
     other_experts = [expert for experts in others.values() for expert in experts]
     predicts_same_E = np.zeros(len(other_experts), dtype=bool)
-    # An expert that hardly moved from its random weights predicts what every such expert does.
+    # An expert that hardly moved from its random weights predicts what every such expert does. From a base it is the
+    # same: honest experts first learn what the base lacks, and by that differ from it in nearly the same way.
     if other_experts and travel(training) >= MIN_TRAVEL:
         predicts_same_E = _predict_the_same(figures, other_experts)
     descriptions = []

@@ -42,10 +42,14 @@ def train_expert(
     training: Training = TRAINING,
     condition: Condition = NoCondition(),
     labels: Tensor | None = None,
+    base: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Train one expert."""
+    """Train one expert, from a base or from random weights."""
+    expert = build_expert(ARCHITECTURE, SHAPE, condition=condition, seed=training.seed)
+    if base is not None:
+        expert.load_state_dict(base)
     return train(
-        build_expert(ARCHITECTURE, SHAPE, condition=condition, seed=training.seed),
+        expert,
         Examples(made_of, labels, condition.drop if isinstance(condition, ClassCondition) else 0.0),
         training,
         TrainingObjective(),

@@ -11,6 +11,7 @@ from aggregator.intake.flags import Fault
 from aggregator.intake.screening import (
     MAX_LEARNT_RATIO,
     MIN_TRAVEL,
+    BaseFigures,
     ExpertFigures,
     absolute_faults,
     copy_faults,
@@ -213,6 +214,31 @@ def test_copy_is_found_byte_for_byte_and_by_its_answers(
         copy_faults(figures(honest["east"], trial, "mine", "b"), {"north": [theirs]}, TRAINING)
         == []
     )
+
+
+def test_honest_experts_of_a_short_training_from_a_foreign_base_are_no_copies(
+    trial: Trial, tmp_path: Path
+) -> None:
+    """All of them first learn what the base lacks, and by that differ from it in the same way."""
+    base = train_expert(tmp_path / "base", torch.ones(80, *SHAPE))
+    base_answers = torch.tensor(figures(base, trial).answers)
+    short = TRAINING.model_copy(update={"num_steps": 20})
+    assert travel(short) < MIN_TRAVEL
+    measured_experts = []
+    for name, centre in (("east", -0.1), ("north", 0.1)):
+        own_images = torch.from_numpy(images(80, centre, seed=len(name)))
+        weights = train_expert(tmp_path / name, own_images, short, base=base)
+        expert = figures(weights, trial, name, name[0].replace("n", "b"))
+        difference = float((torch.tensor(expert.answers) - base_answers).square().mean())
+        moved = BaseFigures(move=0.1, difference=difference)
+        measured_experts.append(expert.model_copy(update={"base": moved}))
+    east, north = measured_experts
+    assert copy_faults(east, {"north": [north]}, short) == []
+    # The control: by the rule alone they are copies, although each silo trained on its own images.
+    assert [fault.flag for fault in copy_faults(east, {"north": [north]}, TRAINING)] == ["copy"]
+    # The same file is a copy after any training.
+    same_file = north.model_copy(update={"digest": east.digest})
+    assert "byte for byte" in words_of(copy_faults(east, {"north": [same_file]}, short))[0]
 
 
 def test_silo_that_is_slightly_worse_than_the_others_does_not_stand_apart() -> None:
