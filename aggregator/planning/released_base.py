@@ -277,10 +277,11 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
             remedy="Name the release that the student was distilled from: --from-release.",
         )
     # It knows what all of its teachers know.
-    dissenting_silos = silos_without_consent(release, release.manifest.experts, left)
+    teachers = release.manifest.experts
+    dissenting_silos = silos_without_consent(release, teachers, left, by_student=True)
     if dissenting_silos:
         raise no_consent_error(release, ", ".join(dissenting_silos))
-    silos, is_private = teachers_of(release, release.manifest.experts)
+    silos, is_private = teachers_of(release, teachers, by_student=True)
     # Given images may be those of the silos themselves, from which nothing hides them.
     is_private = is_private and isinstance(record.images, OwnSamples)
     shape = record.latent.shape(record.data.shape)

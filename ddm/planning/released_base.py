@@ -74,12 +74,21 @@ def expert_source(release: Release, expert_id: str, left: Set[str]) -> BaseSourc
 
 
 def teachers_of(
-    release: Release, experts: Sequence[PublishedExpert]
+    release: Release, experts: Sequence[PublishedExpert], *, by_student: bool = False
 ) -> tuple[tuple[str, ...], bool]:
-    """Return the silos whose images these experts learned, also by way of their own base, and whether privately."""
+    """Return the silos whose images these experts learned, also by way of their own base, and whether privately.
+
+    Args:
+        release: the release.
+        experts: experts of it.
+        by_student: whether a student learned from these experts.
+    """
     silos = {expert.silo_id for expert in experts}
     is_private = all(expert.privacy is not None for expert in experts)
     plans = {}
+    if by_student:
+        # A student may have started from this plan's base, even where all experts are carried over from other plans.
+        plans[release.plan.plan_id] = release.plan
     for expert in experts:
         plan = trained_plan(release, expert.silo_id)
         plans[plan.plan_id] = plan
@@ -113,7 +122,11 @@ def consents(release: Release, silo_id: str, left: Set[str]) -> bool:
 
 
 def silos_without_consent(
-    release: Release, experts: Sequence[PublishedExpert], left: Set[str]
+    release: Release,
+    experts: Sequence[PublishedExpert],
+    left: Set[str],
+    *,
+    by_student: bool = False,
 ) -> tuple[str, ...]:
     """Return the silos that do not agree, or no longer, that training starts from these experts.
 
@@ -121,12 +134,13 @@ def silos_without_consent(
         release: the release.
         experts: experts of it.
         left: the silos whose consent is over, those of earlier rounds included.
+        by_student: whether training starts from a student of these experts.
     """
     dissenting_silos = {
         expert.silo_id for expert in experts if not consents(release, expert.silo_id, left)
     }
     # A silo of an earlier round signed its consent to that round, for which it was checked; it may be over since.
-    teachers, _ = teachers_of(release, experts)
+    teachers, _ = teachers_of(release, experts, by_student=by_student)
     dissenting_silos |= left & set(teachers)
     return tuple(sorted(dissenting_silos))
 

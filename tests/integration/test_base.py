@@ -29,10 +29,11 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.release import Release, open_release
 from ddm.models import build_expert
 from ddm.planning.recipe import ReleaseBaseRecipe
-from ddm.planning.released_base import expert_source
+from ddm.planning.released_base import expert_source, silos_without_consent, teachers_of
 from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File, sha256_file
 from ddm.protocol.bases import ExpertBase, FileBase, StudentBase, TrainedBase
+from ddm.protocol.carried import CarriedSilo
 from ddm.protocol.continuation import check_continuation
 from ddm.protocol.growth import stated_bases
 from ddm.protocol.plan import Plan
@@ -561,6 +562,27 @@ def test_student_is_a_base_where_all_of_its_teachers_agreed(first: Round, tmp_pa
     assert isinstance(source.origin, StudentBase)
     assert (source.origin.silos, source.num_images) == (("east", "north"), 64)
     assert not source.origin.trained_privately
+
+
+def test_student_learned_from_the_base_of_a_plan_whose_experts_are_all_carried_over(
+    first: Round, second: Round
+) -> None:
+    """The base of the second round is north's expert; in this release north's own expert is not there any more."""
+    earlier = first.opened.plan
+    (carried_expert,) = [
+        expert for expert in first.opened.manifest.experts if expert.silo_id == "east"
+    ]
+    carried = CarriedSilo(
+        silo_id="east",
+        plan_id=earlier.plan_id,
+        plan_digest=earlier.digest,
+        submission_digest=first.opened.submissions["east"].digest,
+    )
+    plan = second.opened.plan.model_copy(update={"silos": ("north",), "carried": (carried,)})
+    release = replace(second.opened, plan=plan, earlier_plans={earlier.plan_id: earlier})
+    assert teachers_of(release, [carried_expert]) == (("east",), False)
+    assert teachers_of(release, [carried_expert], by_student=True) == (("east", "north"), False)
+    assert "north" in silos_without_consent(release, [carried_expert], {"north"}, by_student=True)
 
 
 @pytest.mark.parametrize(
