@@ -23,6 +23,7 @@ from ddm.protocol.base import sha256_file
 from ddm.system.processes import Child, free_port, spawn, terminate_all
 from ddm.trust.comparison import CodeSubject, comparison_code
 from silo.config import Site
+from silo.plan.consent import read_waiting
 
 BIN = Path(sys.executable).parent
 _MARKER = ".archipelago-demo"
@@ -109,6 +110,16 @@ class Demo:
             code = comparison_code(Site(self.out / silo).card().digest, CodeSubject.CARD)
             options += ["--code", f"{silo}={code}"]
         self.call("aggregator", "enroll", self.out / "fed", *cards, *options)
+
+    def accept(self, silos: Sequence[str]) -> None:
+        """Accept the plan of each silo, which waits for a person because it contains a network."""
+        for silo in silos:
+            site = self.out / silo
+            waiting = read_waiting(Site(site))
+            while waiting is None:
+                self.watch(1.0)
+                waiting = read_waiting(Site(site))
+            self.call("silo", "accept", site, "--digest", waiting.plan_digest)
 
     def waive(self, silos: Sequence[str], reason: str) -> None:
         """Sign a waiver for the current plan of each silo, since the audit of so few images is inconclusive."""

@@ -1,6 +1,6 @@
 """Two hospitals' chest X-rays, from a table of PNG and an npz to a verified release, through the public commands only.
 
-    python examples/two_hospitals_cxr/run.py --hannover FOLDER --pneumonia FILE.npz
+    python examples/two_hospitals_cxr/run.py --hannover FOLDER --pneumonia FILE.npz [--base]
 
 README.md says where the images come from, what this shows, and what it does not. Every command that is printed can be
 typed by hand.
@@ -12,6 +12,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import tomli_w
+
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
@@ -19,10 +21,12 @@ from shell import Demo, run_demo, timed  # noqa: E402
 
 DATA = {"hannover": "hannover.csv", "guangzhou": "guangzhou.npz"}
 AGAIN = "python examples/two_hospitals_cxr/run.py, as before"
+# From a base, of the steps that experts would take from random weights.
+SHARE_OF_STEPS = 1 / 8
 
 
 def main() -> int:
-    """Command line: --hannover FOLDER --pneumonia NPZ [--out FOLDER] [--recipe FILE] [--num N]."""
+    """Command line: --hannover FOLDER --pneumonia NPZ [--out FOLDER] [--recipe FILE] [--base] [--num N]."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,6 +43,11 @@ def main() -> int:
         help="folder to make (an earlier one is replaced)",
     )
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
+    parser.add_argument(
+        "--base",
+        action="store_true",
+        help="train a base on the public images first, from which both experts start with fewer steps",
+    )
     parser.add_argument("--num", type=int, default=36, help="samples of each")
     arguments = parser.parse_args()
     code: int = run_demo(arguments.out, lambda demo: run(demo, arguments), AGAIN)
@@ -54,15 +63,24 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
         demo.call(sys.executable, HERE / "make_data.py", *sources, "--out", out / "data")
     with timed(stages, "set up"):
         set_up(demo)
+    recipe_path = given.recipe
+    public = out / "data" / "public"
+    if given.base:
+        with timed(stages, "base"):
+            recipe_path = write_recipe_with_base(given.recipe, out)
+            demo.call(
+                "aggregator", "base", out / "fed", "--recipe", recipe_path, "--public", public
+            )
     with timed(stages, "plan"):
-        public = out / "data" / "public"
         demo.call(
-            "aggregator", "plan", out / "fed", "--recipe", given.recipe, "--public", public, "--yes"
+            "aggregator", "plan", out / "fed", "--recipe", recipe_path, "--public", public, "--yes"
         )
     with timed(stages, "train and collect"):
         demo.start("aggregator", "run", out / "fed")
         for silo in DATA:
             demo.start("silo", "run", "--wait", out / silo)
+        if given.base:
+            demo.accept(tuple(DATA))
         demo.waive(tuple(DATA), "the images are published already; there is nobody to protect")
         demo.wait(*demo.background)
     with timed(stages, "release"):
@@ -80,6 +98,23 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
         f"\nSamples: {out}/hannover.png, guangzhou.png, and both.png, edged in the colour of their silo"
     )
     print("The release's own page: " + str(next((out / "release").rglob("report.html"))))
+
+
+def write_recipe_with_base(recipe_path: Path, out: Path) -> Path:
+    """Write the recipe with a base that takes all its steps, and with experts that take few; return its path."""
+    recipe = tomllib.loads(recipe_path.read_text())
+    training = recipe["expert"]["training"]
+    recipe["base"] = {
+        "kind": "trained",
+        "folder": str(out / "base"),
+        "licence": "CC-BY-4.0",
+        "training": training,
+    }
+    num_steps = max(round(SHARE_OF_STEPS * training["num_steps"]), 1)
+    recipe["expert"]["training"] = training | {"num_steps": num_steps}
+    path = out / "plan.toml"
+    path.write_text(tomli_w.dumps(recipe))
+    return path
 
 
 def set_up(demo: Demo) -> None:

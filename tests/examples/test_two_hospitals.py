@@ -5,12 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from aggregator.planning.recipe import Recipe
+from ddm.io.settings import load_settings
+from ddm.planning.recipe import TrainedBaseRecipe
 from tests.support.scripts import load_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_hospitals_cxr"
@@ -107,6 +111,19 @@ def test_what_is_not_the_data_set_is_refused_with_what_to_name(tmp_path: Path) -
     )
 
 
+def test_recipe_with_a_base_gives_it_all_steps_and_the_experts_an_eighth(tmp_path: Path) -> None:
+    script = load_script(EXAMPLE / "run.py")
+    path = script.write_recipe_with_base(EXAMPLE / "plan.toml", tmp_path)
+    with_base = load_settings(Recipe, path)
+    without = load_settings(Recipe, EXAMPLE / "plan.toml")
+    assert isinstance(with_base.base, TrainedBaseRecipe)
+    assert with_base.base.training.num_steps == without.expert.training.num_steps == 1200
+    assert with_base.expert.training.num_steps == 150
+    # Experts from a base begin at half of the rate.
+    rate = without.expert.training.learning_rate
+    assert with_base.expert.training.learning_rate == rate / 2
+
+
 def published(folder: Path) -> tuple[Path, Path]:
     """The published data sets, where variables name them."""
     folders = [os.environ.get(name) for name in ("CXR_HANNOVER", "PNEUMONIA_MNIST")]
@@ -117,9 +134,11 @@ def published(folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sources", [made, published])
+@pytest.mark.parametrize(
+    ("sources", "with_base"), [(made, False), (made, True), (published, False)]
+)
 def test_example_leads_from_folders_to_samples_of_a_verified_release(
-    sources: object, tmp_path: Path
+    sources: Callable[[Path], tuple[Path, Path]], with_base: bool, tmp_path: Path
 ) -> None:
     hannover, pneumonia = sources(tmp_path)
     recipe = (EXAMPLE / "plan.toml").read_text()
@@ -128,7 +147,7 @@ def test_example_leads_from_folders_to_samples_of_a_verified_release(
         recipe = recipe.replace(old, new)
     (tmp_path / "plan.toml").write_text(recipe)
     out = tmp_path / "out"
-    options = (
+    options: tuple[object, ...] = (
         "--hannover",
         hannover,
         "--pneumonia",
@@ -138,12 +157,16 @@ def test_example_leads_from_folders_to_samples_of_a_verified_release(
         "--num",
         4,
     )
+    if with_base:
+        options += ("--base",)
     result = run("run.py", *options, "--out", out)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     for name in ("hannover", "guangzhou", "both"):
         with Image.open(out / f"{name}.png") as picture:
             assert picture.width > 100
     assert "none unlisted" in result.stdout
+    manifest = json.loads(next((out / "release").rglob("manifest.json")).read_bytes())
+    assert (manifest.get("base") is not None) == with_base
     submissions = [
         json.loads(path.read_bytes()) for path in out.glob("*/outbox/**/submission.json")
     ]
