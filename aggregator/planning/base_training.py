@@ -8,11 +8,11 @@
 The images that the plan holds out to judge routers and experts are held out from the base too.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ddm.pages.render import render
 from ddm.planning.fit import divide, fit_latent
 from ddm.planning.networks import RecipeNetworks, autoencoder_digest, shape_after
 from ddm.planning.recipe import SharedRecipe, TrainedBaseRecipe
-from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard
+from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard, images_digest
 from ddm.protocol.architecture import ClassCondition, Condition, Mmdit, NoCondition, TextCondition
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.data import DataSpec
@@ -49,8 +49,6 @@ from ddm.training.planned import PlannedExpert
 from ddm.training.progress import Progress
 
 _MEMBER = "base"
-# Images that are hashed together.
-_HASHED_ROWS = 256
 _HEADER_BYTES = 1 << 20
 _NO_LIMIT_S = 10**9
 _NO_LIMIT_HOURS = 1e6
@@ -69,6 +67,7 @@ class BaseImages:
         latent: what the network sees of an image.
         autoencoder: sha256 of the autoencoder's weights as a plan has them; None on pixels.
         condition: the condition of the base.
+        public_digest: sha256 of the images before an autoencoder encodes them.
     """
 
     x_0: Tensor
@@ -76,18 +75,14 @@ class BaseImages:
     latent: IdentityLatent | Autoencoder
     autoencoder: str | None
     condition: Condition
+    public_digest: str
 
     @property
     def digest(self) -> str:
         """The digest that identifies these images, in this form."""
-        sha256 = hashlib.sha256()
-        for tensor in (self.x_0, self.classes):
-            if tensor is None:
-                continue
-            sha256.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            for block in torch.split(tensor, _HASHED_ROWS):
-                sha256.update(block.numpy().tobytes())
-        return sha256.hexdigest()
+        if self.classes is None:
+            return images_digest(self.x_0)
+        return images_digest(self.x_0, self.classes)
 
 
 def trained_base_of(recipe: SharedRecipe) -> TrainedBaseRecipe:
@@ -136,7 +131,9 @@ def read_base_images(
     if space.latents is not None:
         x_0, _ = space.latents
     autoencoder = autoencoder_digest(networks.autoencoder)
-    return BaseImages(x_0.contiguous(), classes, space.spec, autoencoder, condition)
+    return BaseImages(
+        x_0.contiguous(), classes, space.spec, autoencoder, condition, images_digest(fitted)
+    )
 
 
 def _condition(recipe: SharedRecipe, networks: RecipeNetworks) -> Condition:
@@ -189,7 +186,7 @@ def train_base(
         inputs["labels"] = images.classes
     with locked(folder, "training"):
         if (folder / CARD_NAME).exists():
-            return _finished_card(folder, plan, images)
+            return _finished_card(folder, recipe, plan, images)
         job = JobFolder(folder.absolute() / "job")
         if settings.jobs is not None:
             # Machines of a cluster see this folder, and perhaps not the base's.
@@ -204,18 +201,7 @@ def train_base(
         )
         card = TrainedBaseCard(
             created_at=now_utc(),
-            licence=chosen.licence,
-            images_digest=images.digest,
-            num_images=len(images.x_0),
-            shape=plan.expert_shape,
-            range=recipe.data.range,
-            latent=images.latent,
-            autoencoder=images.autoencoder,
-            condition=images.condition,
-            architecture=plan.expert.architecture,
-            objective=_objective(recipe),
-            t_distribution=recipe.t_distribution,
-            training=plan.expert.training,
+            **_stated_fields(recipe, plan, images),
             steps=result.steps,
             loss=result.loss,
             seconds=result.seconds,
@@ -229,17 +215,40 @@ def train_base(
     return card
 
 
-def _finished_card(folder: Path, plan: Plan, images: BaseImages) -> TrainedBaseCard:
+def _stated_fields(recipe: SharedRecipe, plan: Plan, images: BaseImages) -> dict[str, Any]:
+    """Return what recipe and images determine of a base's card."""
+    chosen = trained_base_of(recipe)
+    return {
+        "licence": chosen.licence,
+        "source": chosen.source,
+        "images_digest": images.digest,
+        "public_digest": images.public_digest,
+        "num_images": len(images.x_0),
+        "shape": plan.expert_shape,
+        "range": recipe.data.range,
+        "latent": images.latent,
+        "autoencoder": images.autoencoder,
+        "condition": images.condition,
+        "architecture": plan.expert.architecture,
+        "objective": _objective(recipe),
+        "t_distribution": recipe.t_distribution,
+        "training": plan.expert.training,
+    }
+
+
+def _finished_card(
+    folder: Path, recipe: SharedRecipe, plan: Plan, images: BaseImages
+) -> TrainedBaseCard:
     """Read the card of a finished base, which must be the one that the recipe asks for."""
     data = read_bounded(folder / CARD_NAME, MAX_DOCUMENT_BYTES)
     card = TrainedBaseCard.parse(data, subject=CARD_NAME)
-    same_training = card.training == plan.expert.training
-    same_network = card.architecture == plan.expert.architecture
-    if not (same_training and same_network and card.images_digest == images.digest):
+    fields = _stated_fields(recipe, plan, images)
+    differing = [name for name, value in fields.items() if getattr(card, name) != value]
+    if differing:
         raise SetupError(
             str(folder),
             expected="no base yet, or the finished one of this recipe and these images",
-            got="a finished base of another recipe or of other images",
+            got=f"a finished base whose card differs in {', '.join(differing)}",
             remedy="Choose another folder in [base], or remove this one.",
         )
     return card

@@ -24,7 +24,7 @@ from aggregator.planning.feasible import check_feasible
 from aggregator.planning.recipe import Recipe
 from aggregator.planning.released_base import check_not_submitted
 from ddm.errors import SetupError
-from ddm.planning.bases import check_licence
+from ddm.planning.bases import check_held_out, check_licence
 from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicImages, PublicParts, divide, fit_public_parts
 from ddm.planning.networks import RecipeNetworks
@@ -107,7 +107,7 @@ def draft_plan(
         MissingFileError: the plan whose experts are trained on is not one of this federation.
         DataError: see `ddm.planning.fit.fit_public_parts`.
         SetupError, PolicyError: the plan could not work, see `aggregator.planning.feasible`; or a file that the recipe
-            names as its base is an expert that a silo sent.
+            names as its base is an expert that a silo sent, or the base was trained on other public images.
     """
     carried = public if isinstance(public, CarriedExperts) else None
     terms = read_terms(federation, recipe.expert.adaptation, carried)
@@ -118,9 +118,11 @@ def draft_plan(
     if isinstance(public, CarriedExperts):
         columns = public.columns
         check_columns_kept(columns, recipe)
+        check_held_out(networks.base, public.images.fitted)
         parts = reuse_public_parts(recipe, networks, public, folder)
     else:
         fitted_rows, _ = divide(len(public), recipe.public)
+        check_held_out(networks.base, public[fitted_rows])
         columns = fitted_columns(
             columns or {}, fitted_rows, recipe, networks.condition, terms.training_cards
         )

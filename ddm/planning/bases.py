@@ -29,7 +29,7 @@ from ddm.planning.recipe import (
     SharedRecipe,
     TrainedBaseRecipe,
 )
-from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard
+from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard, images_digest
 from ddm.protocol.architecture import ClassCondition, Condition, GridSize, Shape, TextCondition
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, check_json, sha256_file
 from ddm.protocol.bases import (
@@ -195,6 +195,9 @@ class BaseSource:
         num_images: how many images it was trained on; None where nobody knows.
         objective: what it was trained for.
         space: what its weights mean beside that; None where nobody stated it.
+        source: what it is, in the operator's words.
+        public_digest: sha256 of the public images that it learned, as a plan reads them; None unless it was trained on
+            these.
     """
 
     weights: BaseWeights
@@ -204,6 +207,8 @@ class BaseSource:
     num_images: int | None
     objective: ExpertObjective
     space: BaseSpace | None = None
+    source: str | None = None
+    public_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +238,7 @@ class OpenedBase:
         return Base(
             digest=digest,
             origin=self.source.origin,
+            source=self.source.source,
             licence=self.source.licence,
             num_images=self.source.num_images,
             objective=self.source.objective,
@@ -295,6 +301,32 @@ def check_licence(base: OpenedBase | None, release_licence: str) -> None:
         )
 
 
+def check_held_out(base: OpenedBase | None, fitted: Tensor) -> None:
+    """Refuse a base that was trained on other public images than those that the plan is fitted on.
+
+    Images that judge routers and experts are held out from these, and another base could know them.
+
+    Args:
+        base: the plan's.
+        fitted: public images, without those that are held out.
+
+    Raises:
+        SetupError: it was.
+    """
+    if base is None or base.source.public_digest is None:
+        return
+    digest = images_digest(fitted)
+    if digest != base.source.public_digest:
+        raise SetupError(
+            "public images, for a base of the kind trained",
+            expected=f"those that the base was trained on, sha256 {base.source.public_digest[:16]}",
+            got=f"sha256 {digest[:16]}: other images, or another public.seed, public.holdout_share or [transform]",
+            remedy="Train the base with this recipe and these images (aggregator base, in another folder), or give the "
+            'ones that it learned. To use it with others, name its base.safetensors as kind = "file": nobody then '
+            "checks that it never saw the images that are held out.",
+        )
+
+
 def _read_source(chosen: BaseRecipe, recipe: SharedRecipe) -> BaseSource:
     match chosen:
         case FileBaseRecipe():
@@ -334,6 +366,7 @@ def _read_file(chosen: FileBaseRecipe, recipe: SharedRecipe) -> BaseSource:
             chosen,
             ExpertObjective(path=recipe.objective.path, prediction=recipe.objective.prediction),
         ),
+        source=chosen.source,
     )
 
 
@@ -385,6 +418,7 @@ def _read_diffusers(chosen: DiffusersBaseRecipe, recipe: SharedRecipe) -> BaseSo
         chosen.licence,
         chosen.num_images,
         _objective(chosen, default),
+        source=chosen.source,
     )
 
 
@@ -408,6 +442,15 @@ def _read_trained(chosen: TrainedBaseRecipe) -> BaseSource:
     card_path = require_file(folder / CARD_NAME, "the card of the base")
     path = require_file(folder / WEIGHTS_NAME, "the weights of the base")
     card = TrainedBaseCard.parse(read_bounded(card_path, MAX_DOCUMENT_BYTES), subject=CARD_NAME)
+    for field, stated in (("licence", chosen.licence), ("source", chosen.source)):
+        in_card = getattr(card, field)
+        if in_card != stated:
+            raise SetupError(
+                f"recipe, base.{field}",
+                expected=f"{in_card or 'no source'}, with which it was trained ({card_path})",
+                got=stated or "no source",
+                remedy="State it as the card does, or train the base again in another folder.",
+            )
     return BaseSource(
         BaseWeights(read_weights(path, card.file.digest), card.shape),
         card.architecture.position_span(card.shape),
@@ -416,4 +459,6 @@ def _read_trained(chosen: TrainedBaseRecipe) -> BaseSource:
         card.num_images,
         card.objective,
         BaseSpace(card.latent, card.autoencoder, card.condition, card.range),
+        card.source,
+        card.public_digest,
     )

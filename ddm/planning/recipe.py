@@ -10,7 +10,7 @@ from ddm.planning.architectures import ExpertRecipe, RouterRecipe
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import ClassCondition, DropProbability, MaxTokens, NoCondition
 from ddm.protocol.base import Licence, NaturalInt, NumImages, PositiveInt
-from ddm.protocol.bases import SeedShare
+from ddm.protocol.bases import BaseSourceText, SeedShare
 from ddm.protocol.encoder import Side
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
 from ddm.protocol.learning import (
@@ -126,9 +126,11 @@ class BaseTerms(Settings):
     Attributes:
         licence: licence of the base, such as Apache-2.0; it must allow releases under the plan's licence.
         num_images: number of images that it was trained on; leave it out if it is unknown.
+        source: what it is, such as `"DiT-XL-2-256"`; plan, manifest and card repeat it.
     """
 
     licence: Licence
+    source: BaseSourceText | None = None
     num_images: NumImages | None = None
 
 
@@ -171,6 +173,7 @@ class TrainedBaseRecipe(Settings):
     Attributes:
         folder: the folder of the base and its card.
         licence: licence of the base, which the public images must allow.
+        source: what the public images are, such as the name of their data set; plan, manifest and card repeat it.
         unconditional: whether it is trained without the recipe's classes, for public images that have none.
         training: how it is trained, with the fields and defaults of `[expert.training]`.
     """
@@ -178,6 +181,7 @@ class TrainedBaseRecipe(Settings):
     kind: Literal["trained"]
     folder: PathText
     licence: Licence
+    source: BaseSourceText | None = None
     unconditional: bool = False
     training: SerializeAsAny[TrainingRecipe]
 

@@ -1,8 +1,11 @@
 """The card of a base that was trained on public images, beside its weights."""
 
+import hashlib
 from typing import Literal
 
+import torch
 from pydantic import model_validator
+from torch import Tensor
 
 from ddm.protocol.architecture import Architecture, Condition, Shape
 from ddm.protocol.base import (
@@ -16,12 +19,25 @@ from ddm.protocol.base import (
     Seconds,
     Time,
 )
+from ddm.protocol.bases import BaseSourceText
 from ddm.protocol.data import PixelValue
 from ddm.protocol.latent import LatentSpec
 from ddm.protocol.learning import ExpertObjective, TDistribution, Training
 
 CARD_NAME = "base.json"
 WEIGHTS_NAME = "base.safetensors"
+# Images that are hashed together.
+_HASHED_ROWS = 256
+
+
+def images_digest(*columns: Tensor) -> str:
+    """Return the digest that identifies images in this form, in this order, with their other columns."""
+    sha256 = hashlib.sha256()
+    for column in columns:
+        sha256.update(f"{column.dtype} {tuple(column.shape)}".encode())
+        for block in torch.split(column, _HASHED_ROWS):
+            sha256.update(block.numpy().tobytes())
+    return sha256.hexdigest()
 
 
 class TrainedBaseCard(Document):
@@ -30,7 +46,10 @@ class TrainedBaseCard(Document):
     Attributes:
         created_at: when its training ended.
         licence: the licence of the base.
+        source: what the public images are, such as the name of their data set.
         images_digest: sha256 of the public images, in the form in which it learned them.
+        public_digest: the same before an autoencoder encodes them, and without classes: a plan must be fitted on these
+            images, so that those that it holds out are held out from the base too.
         num_images: the number of these images.
         shape: the shape of a sample, as the network sees it.
         range: lowest and highest value of an image.
@@ -50,7 +69,9 @@ class TrainedBaseCard(Document):
     format: Literal["archipelago/base/1"] = "archipelago/base/1"
     created_at: Time
     licence: Licence
+    source: BaseSourceText | None = None
     images_digest: Digest
+    public_digest: Digest
     num_images: NumImages
     shape: Shape
     range: tuple[PixelValue, PixelValue]

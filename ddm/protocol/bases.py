@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from ddm.protocol.base import (
     Digest,
@@ -33,6 +33,9 @@ PERMISSIVE_LICENCES = frozenset(
         "0BSD",
     }
 )
+
+BaseSourceText = Annotated[ShortText, StringConstraints(min_length=1, max_length=200)]
+"""What a base is called where it was published, or the public images that it learned."""
 
 SeedShare = Annotated[float, Field(gt=0.0, lt=1.0)]
 """Share of a training's budget that a seed gets."""
@@ -136,6 +139,8 @@ class Base(Model):
     Attributes:
         digest: sha256 of its file in the plan.
         origin: where it comes from.
+        source: what a file is, such as the name of a published network, or what public images it learned; stated by the
+            operator, for people.
         licence: the licence of the base; the plan's own licence must allow it.
         num_images: how many images it was trained on; null where its origin does not say.
         objective: what it was trained for, which need not be what the plan's experts are trained for.
@@ -146,6 +151,7 @@ class Base(Model):
     origin: Annotated[
         FileBase | TrainedBase | SeedBase | ExpertBase | StudentBase, Field(discriminator="kind")
     ]
+    source: BaseSourceText | None = None
     licence: Licence
     num_images: NumImages | None = None
     objective: ExpertObjective = ExpertObjective()
@@ -182,6 +188,8 @@ class Base(Model):
                 source = f"a student of {_release_of(origin)} ({', '.join(origin.silos)})"
                 if origin.images == "given_images":
                     source += ", trained on images that its maker gave"
+        if self.source is not None:
+            source += f", stated as {self.source}"
         images = "an unknown number of images"
         if self.num_images is not None:
             images = f"{self.num_images:,} images"

@@ -93,7 +93,8 @@ def tables(**changes: object) -> dict[str, object]:
 
 
 def file_base(path: Path, **changes: object) -> dict[str, object]:
-    return {"kind": "file", "file": str(path), "licence": "CC0-1.0", "num_images": 240} | changes
+    stated = {"licence": "CC0-1.0", "num_images": 240, "source": "made-net-1"}
+    return {"kind": "file", "file": str(path), **stated} | changes
 
 
 def made_base(path: Path) -> dict[str, torch.Tensor]:
@@ -145,6 +146,7 @@ def test_plan_manifest_card_and_info_state_the_base(first: Round) -> None:
     card = (first.opened.folder / "README.md").read_text("utf-8")
     for text in (shown.out, card):
         assert plan.base.digest[:16] in text and "240 images" in text and "CC0-1.0" in text
+        assert "made-net-1" in text
 
 
 def write_public(path: Path) -> Path:

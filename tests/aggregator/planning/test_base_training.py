@@ -1,5 +1,6 @@
 """A base that is trained on public images: resumed to the byte, with a card, and then the start of a plan's experts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +9,21 @@ import pytest
 import tomli_w
 import torch
 
+from aggregator.intake.examination import public_images
 from aggregator.planning.base_training import BaseImages, train_base
 from aggregator.planning.recipe import Recipe
 from ddm.errors import SetupError
 from ddm.io.tensors import load_tensors
 from ddm.planning.bases import BaseSpace, open_base
-from ddm.planning.trained_base import TrainedBaseCard
-from ddm.protocol.architecture import NoCondition
+from ddm.planning.trained_base import TrainedBaseCard, images_digest
+from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import sha256_file
 from ddm.protocol.bases import TrainedBase
 from ddm.protocol.latent import IdentityLatent
 from ddm.training.config import TrainingSettings
 from ddm.training.progress import Progress
 from tests.support.commands import run_command
-from tests.support.federation import TinyFederation, images, recipe
+from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 
 TRAINING = {
     "num_steps": 12,
@@ -39,7 +41,7 @@ def table(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def base_images(num: int = 30, seed: int = 0) -> BaseImages:
     x_0 = torch.from_numpy(images(num, 0.0, seed=seed))
-    return BaseImages(x_0, None, IdentityLatent(), None, NoCondition())
+    return BaseImages(x_0, None, IdentityLatent(), None, NoCondition(), images_digest(x_0))
 
 
 def train(
@@ -86,8 +88,38 @@ def test_finished_base_is_not_trained_again_and_one_of_other_images_is_refused(
     chosen = recipe(base=table(tmp_path / "base"))
     card = train(chosen, base_images())
     assert train(chosen, base_images()) == card
-    with pytest.raises(SetupError):
+    with pytest.raises(SetupError) as caught:
         train(chosen, base_images(seed=1))
+    assert "images_digest" in (caught.value.got or "")
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("licence", {"base": {"licence": "MIT"}}),
+        ("source", {"base": {"source": "other pictures"}}),
+        ("objective", {"objective": {"prediction": "v", "path": "cosine_vp"}}),
+        ("t_distribution", {"t_distribution": {"kind": "uniform"}}),
+        ("range", {"data": {"shape": [1, 4, 4], "range": [0.0, 1.0]}}),
+        ("training", {"base": {"training": TRAINING | {"num_steps": 13}}}),
+    ],
+)
+def test_finished_base_of_another_recipe_is_refused_by_the_field_that_differs(
+    tmp_path: Path, field: str, changes: dict[str, Any]
+) -> None:
+    train(recipe(base=table(tmp_path / "base")), base_images())
+    base = table(tmp_path / "base", **changes.get("base", {}))
+    with pytest.raises(SetupError) as caught:
+        train(recipe(**changes | {"base": base}), base_images())
+    assert field in (caught.value.got or "")
+
+
+def test_finished_base_of_another_condition_is_refused(tmp_path: Path) -> None:
+    chosen = recipe(base=table(tmp_path / "base"))
+    train(chosen, base_images())
+    with pytest.raises(SetupError) as caught:
+        train(chosen, replace(base_images(), condition=ClassCondition(num_classes=2)))
+    assert "condition" in (caught.value.got or "")
 
 
 def test_plan_states_that_its_base_was_trained_on_public_images(tmp_path: Path) -> None:
@@ -192,3 +224,48 @@ def test_base_of_a_patch_that_does_not_divide_the_images_is_refused_before_they_
     words = ["aggregator", "base", tiny.federation.path, "--recipe", chosen, "--public", public]
     refused = run_command(*words, "--device", "cpu")
     assert refused.code == SetupError.exit_code and "expert.architecture" in refused.err
+
+
+def test_plan_starts_from_a_base_only_if_it_holds_out_the_same_public_images(
+    tmp_path: Path,
+) -> None:
+    """Otherwise the base could have learned the images that judge routers and experts."""
+    tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
+    public = tmp_path / "public.npz"
+    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
+    np.savez(public, images=np.concatenate(centres))
+    secret = tmp_path / "pass"
+    secret.write_bytes(PASSPHRASE + b"\n")
+    described = recipe().model_dump(mode="json", exclude_none=True)
+    described["base"] = table(tmp_path / "base", source="made pictures")
+    chosen = tmp_path / "plan.toml"
+
+    def run(command: str, *options: object) -> Any:
+        chosen.write_bytes(tomli_w.dumps(described).encode())
+        words = ["aggregator", command, tiny.federation.path, "--recipe", chosen, "--public"]
+        return run_command(*words, *(options or (public,)))
+
+    plan_options = (public, "--passphrase-file", secret, "--yes")
+    trained = run("base", public, "--device", "cpu")
+    assert trained.code == 0, trained.err
+
+    described["public"]["seed"] = 1
+    refused = run("plan", *plan_options)
+    assert refused.code == SetupError.exit_code
+    assert "public images" in refused.err and "public.seed" in refused.err
+    described["public"]["seed"] = 0
+    described["base"]["licence"] = "MIT"
+    refused = run("plan", *plan_options)
+    assert refused.code == SetupError.exit_code and "base.licence" in refused.err
+    described["base"]["licence"] = "CC0-1.0"
+
+    signed = run("plan", *plan_options)
+    assert signed.code == 0, signed.err
+    # The source is in the plan, and the person who signs it is shown it.
+    assert "made pictures" in signed.out
+    plan, _ = tiny.federation.current_plan()
+    assert plan.base is not None and plan.base.source == "made pictures"
+    # A later plan that carries experts over compares the images that this plan keeps.
+    card = TrainedBaseCard.parse((tmp_path / "base" / "base.json").read_bytes(), subject="card")
+    kept = public_images(tiny.federation, plan.plan_id, "fitted", as_latents=False)
+    assert images_digest(kept) == card.public_digest

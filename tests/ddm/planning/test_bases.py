@@ -140,12 +140,14 @@ def test_folder_of_diffusers_is_opened_without_diffusers(tmp_path: Path) -> None
     folder = diffusers_folder(tmp_path / "dit")
     base = opened(
         {"kind": "diffusers", "folder": str(folder), "licence": "CC-BY-NC-4.0", "num_images": 9}
+        | {"source": "DiT-XL-2-256"}
     )
     stated = base.describe("0" * 64, IdentityLatent())
     assert isinstance(stated.origin, FileBase)
     assert stated.origin.layout == "DiTTransformer2DModel"
     assert (stated.objective.path, stated.objective.prediction) == ("ddpm_linear", "eps")
     assert any("classes left out" in change for change in stated.changes)
+    assert stated.source == "DiT-XL-2-256" and "stated as DiT-XL-2-256" in stated.words
     assert "DiTTransformer2DModel" in stated.words and "CC-BY-NC-4.0" in stated.words
 
 
@@ -176,6 +178,13 @@ def test_folder_of_another_network_is_refused_by_the_field_of_its_configuration(
     with pytest.raises(SetupError) as caught:
         opened({"kind": "diffusers", "folder": str(folder), "licence": "MIT"})
     assert caught.value.subject == f"base, config.json, {subject}"
+
+
+@pytest.mark.parametrize("source", ["", "a" * 201, "two\nlines"])
+def test_source_of_a_base_is_one_bounded_line(source: str) -> None:
+    base = {"kind": "file", "file": "base.safetensors", "licence": "MIT", "source": source}
+    with pytest.raises(ValidationError):
+        recipe(expert=EXPERT, base=base)
 
 
 def test_base_that_is_missing_or_a_pickle_is_refused(tmp_path: Path) -> None:
