@@ -30,7 +30,7 @@ def check_random_start(old: Plan) -> None:
             expected="experts whose training did not start from a base",
             got=f"a plan with a base: {old.base.words}",
             remedy="Start from one expert of its release instead, so that the plan states what that expert learned: "
-            "`aggregator plan --from-release`.",
+            "`aggregator plan FED --recipe FILE --public FILE --from-release RELEASE`.",
         )
 
 
