@@ -234,7 +234,7 @@ def _write_cohort(
             raise DataError(
                 "images",
                 expected="at least one",
-                got="none",
+                got="no image",
                 remedy="`silo scan SITE` says why no picture can be used.",
             )
     handle.seek(0)
