@@ -188,12 +188,14 @@ class Base(Model):
                 source = f"a student of {_release_of(origin)} ({', '.join(origin.silos)})"
                 if origin.images == "given_images":
                     source += ", trained on images that its maker gave"
-        if self.source is not None:
-            source += f", stated as {self.source}"
         images = "an unknown number of images"
         if self.num_images is not None:
             images = f"{self.num_images:,} images"
-        return f"{source}; {images}; licence {self.licence}; sha256 {self.digest[:16]}"
+        words = f"{source}; {images}; licence {self.licence}; sha256 {self.digest[:16]}"
+        if self.source is not None:
+            # Last, so that no text of the operator's can pass for one of these facts.
+            words += f"; in the operator's words: {self.source}"
+        return words
 
 
 def _release_of(origin: _ReleasedBase) -> str:

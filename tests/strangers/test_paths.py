@@ -112,6 +112,7 @@ FREE_TEXT = {
         "Plan.licence",
         "Base.licence",
         "Base.changes",
+        "Base.source",
         "Invitation.licence",
         "PolicyLimits.licences",
         "Manifest.cite",

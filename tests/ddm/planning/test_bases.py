@@ -147,7 +147,8 @@ def test_folder_of_diffusers_is_opened_without_diffusers(tmp_path: Path) -> None
     assert stated.origin.layout == "DiTTransformer2DModel"
     assert (stated.objective.path, stated.objective.prediction) == ("ddpm_linear", "eps")
     assert any("classes left out" in change for change in stated.changes)
-    assert stated.source == "DiT-XL-2-256" and "stated as DiT-XL-2-256" in stated.words
+    assert stated.source == "DiT-XL-2-256"
+    assert stated.words.endswith("; in the operator's words: DiT-XL-2-256")
     assert "DiTTransformer2DModel" in stated.words and "CC-BY-NC-4.0" in stated.words
 
 
