@@ -142,9 +142,9 @@ def check_not_submitted(federation: Federation, base: OpenedBase | None) -> None
                     "recipe, base",
                     expected="a file that is no expert of this federation",
                     got=f"expert {expert.expert_id} of {submission.silo_id}, for plan {submission.plan_id}",
-                    remedy="Leave the table [base] out, and name the release of this expert: aggregator plan "
-                    f"--from-release RELEASE --expert {expert.expert_id}. Its silo must agree (serve_as_base), and "
-                    "must not have withdrawn it.",
+                    remedy="Leave the table [base] out, and name the release of this expert: `aggregator plan FED "
+                    f"--recipe RECIPE --public PICTURES --from-release RELEASE --expert {expert.expert_id}`. Its silo "
+                    "must agree (serve_as_base), and must not have withdrawn it.",
                 )
 
 

@@ -321,9 +321,9 @@ def check_held_out(base: OpenedBase | None, fitted: Tensor) -> None:
             "public images, for a base of the kind trained",
             expected=f"those that the base was trained on, sha256 {base.source.public_digest[:16]}",
             got=f"sha256 {digest[:16]}: other images, or another public.seed, public.holdout_share or [transform]",
-            remedy="Train the base with this recipe and these images (aggregator base, in another folder), or give the "
-            'ones that it learned. To use it with others, name its base.safetensors as kind = "file": nobody then '
-            "checks that it never saw the images that are held out.",
+            remedy="Train a base with this recipe and these images, in another folder: `aggregator base FED --recipe "
+            "RECIPE --public PICTURES`. Or give the images that it learned. To use it with others, name its "
+            'base.safetensors as kind = "file": nobody then checks that it never saw the images that are held out.',
         )
 
 

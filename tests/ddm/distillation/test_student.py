@@ -56,7 +56,7 @@ ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 TRAINING = {
     "num_steps": 12,
     "batch_size": 8,
-    "learning_rate": 0.05,
+    "learning_rate": 0.003,
     "weight_decay": 0.0,
     "ema_decay": 0.5,
 }
