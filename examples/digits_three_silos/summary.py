@@ -57,8 +57,8 @@ def _found(site: Site, plan_id: str) -> str:
     terms = site.policy().audit
     verdict = f"{report.verdict}: {report.reason}"
     if report.num_holdout_units == 0:
-        enough = ceil(terms.min_holdout_units / terms.holdout_share)
-        verdict += f"; a share of {terms.holdout_share:g} is held out from {enough} images on"
+        enough = ceil(terms.min_holdout_units / terms.max_holdout_share)
+        verdict += f"; a site holds out as many from {enough:,} images on"
     return verdict
 
 
