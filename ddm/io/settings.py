@@ -91,9 +91,11 @@ def settings_error(path: Path, error: ValidationError) -> SetupError:
         "extra_forbidden": "a field that does not exist",
         "missing": "nothing; this field is required",
     }
+    # pydantic puts this before the text of our own checks.
+    message = first["msg"].removeprefix("Value error, ")
     return SetupError(
         subject,
-        got=plain_messages.get(first["type"], first["msg"]),
+        got=plain_messages.get(first["type"], message),
         remedy=f"Correct {path.name}, then run it again.",
     )
 
