@@ -188,7 +188,7 @@ def velocity_loss(expert: Expert, path: DiffusionPath, x_0: Tensor, eps: Tensor)
     total = 0.0
     for x_0_B, eps_B in zip(torch.split(x_0, _BATCH), torch.split(eps, _BATCH), strict=True):
         for t in COMPARED_TIMES:
-            t_B = torch.full((len(x_0_B),), t)
+            t_B = x_0_B.new_full((len(x_0_B),), t)
             target = target_of(path, "velocity", x_0_B, eps_B, t_B)
             with torch.inference_mode():
                 answer = expert(x_t(path, x_0_B, eps_B, t_B), t_B)

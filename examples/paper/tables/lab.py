@@ -27,7 +27,7 @@ from examples.paper.tables.ensembles import experts, island_of, islands_of
 from examples.paper.tables.fitted import Routers, completion_error, with_router
 from examples.paper.tables.joining import JOINING
 from examples.paper.tables.judging import Judge, clipped
-from examples.paper.tables.models import Made, Weights, Workshop, monolith, network_of
+from examples.paper.tables.models import Made, Weights, Workshop, monolith, weights_of
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.published import Published
 from examples.paper.tables.rates import best_rate, kind_of, only_rate, settled, tuned_as
@@ -281,15 +281,17 @@ class Lab:
         if source is None:
             return None
         if isinstance(source, Monolith):
-            return network_of(self.made(source, seed).ensemble, 0).state_dict()
+            return weights_of(self.made(source, seed).ensemble, 0)
         ensemble = self.made(source.experts, seed).ensemble
         images = self.world.public.images[:MAX_COMPARED_IMAGES]
         eps = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+        images = images.to(self.workshop.device)
+        eps = eps.to(self.workshop.device)
         losses = [
             velocity_loss(ensemble.experts[number], path_named("linear"), images, eps)
             for number in range(len(ensemble.experts))
         ]
-        return network_of(ensemble, losses.index(min(losses))).state_dict()
+        return weights_of(ensemble, losses.index(min(losses)))
 
     def _measured(self, row: Row, seed: int) -> Cell:
         num = self.preset.num_samples
@@ -340,9 +342,7 @@ class Lab:
         self, source: Monolith | Experts | Federated, made: Made, seed: int
     ) -> dict[str, Figure]:
         """Return what travels, what the base cost, and what every silo's expert is worth by itself."""
-        num_bytes = 4 * sum(
-            weight.numel() for weight in network_of(made.ensemble, 0).state_dict().values()
-        )
+        num_bytes = 4 * sum(weight.numel() for weight in weights_of(made.ensemble, 0).values())
         figures: dict[str, float] = {}
         if source.start is not None:
             figures["start_flops"] = self._start_cost(source.start, seed)

@@ -201,8 +201,8 @@ class Workshop:
         return Made(ensemble, cost)
 
 
-def network_of(ensemble: Ensemble, number: int) -> nn.Module:
-    """Return an expert of an ensemble, for its weights.
+def weights_of(ensemble: Ensemble, number: int) -> dict[str, Tensor]:
+    """Return an expert's weights, in the memory of the processor.
 
     Raises:
         SetupError: it is no network.
@@ -214,7 +214,7 @@ def network_of(ensemble: Ensemble, number: int) -> nn.Module:
             expected="an expert that is a network",
             got=type(expert).__name__,
         )
-    return expert
+    return {name: weight.cpu() for name, weight in expert.state_dict().items()}
 
 
 def images_of(world: World, images: Images, seed: int) -> Part:

@@ -13,7 +13,7 @@ from ddm.protocol.learning import LogitNormalT
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining, TrainingRun
 from ddm.training.progress import Progress
-from examples.paper.tables.models import RECORD, Made, Workshop, network_of
+from examples.paper.tables.models import RECORD, Made, Workshop, weights_of
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Student
 
@@ -56,8 +56,8 @@ def student(
     ) -> FinishedTraining:
         if source.start == "expert":
             prior = list(teachers.ensemble.prior)
-            largest = network_of(teachers.ensemble, prior.index(max(prior)))
-            model.load_state_dict(largest.state_dict())
+            largest = weights_of(teachers.ensemble, prior.index(max(prior)))
+            model.load_state_dict(largest)
         return distill(
             teachers.ensemble,
             model,
