@@ -23,6 +23,7 @@ SIZES = {
     "16M": (Dit(patch=2, hidden=384, depth=6, heads=6), (4, 32, 32), 8),
     "B/2": (Dit(patch=2, hidden=768, depth=12, heads=12), (4, 32, 32), 64),
 }
+COLUMNS = ("kind", "what", "model", "round", "seconds", "per_s")
 CONDITION = ClassCondition(num_classes=NUM_CLASSES)
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -108,6 +109,7 @@ def main() -> None:
     rows = []
     targets = []
     for kind in kinds:
+        say(f"{kind}: {rounds} rounds of forward passes and training steps")
         called: dict[str, Any] = {
             n: m if kind == "eager" else torch.compile(m) for n, m in networks.items()
         }
@@ -131,9 +133,9 @@ def main() -> None:
                 for n in one
             ]
             targets += _targets(kind, what, measured, device, operations / rate)
-    columns = ("kind", "what", "model", "round", "seconds", "per_s")
-    report("dit", columns, rows, arguments)
-    report_targets("dit", targets, arguments)
+        # Compiling takes minutes on a GPU, so that what is measured is written before.
+        report("dit", COLUMNS, rows, arguments)
+        report_targets("dit", targets, arguments)
 
 
 def _targets(

@@ -34,6 +34,7 @@ def trained(folder: Path, kind: str, engine: Engine, **recipe: object) -> dict[s
     "asked", [{}, {"recompute": True}, {"accumulate": 2}, {"compile": True}], ids=str
 )
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch, about parts of itself
+@pytest.mark.filterwarnings("default:TensorFloat32:UserWarning")  # the recipe says float32
 def test_gpu_trains_the_expert_of_a_cpu(
     tmp_path: Path, kind: str, asked: dict[str, object]
 ) -> None:
