@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from aggregator.planning.released_base import velocity_loss
+from ddm.diffusion.path import LinearPath
+from ddm.ensemble import Ensemble
 from ddm.errors import DataError, SetupError
+from ddm.models import build_expert
 from examples.paper.bases import squares_of_photographs
 from examples.paper.tables.data import World, read_world
 from examples.paper.tables.joining import (
@@ -20,7 +24,7 @@ from examples.paper.tables.joining import (
     pooled,
 )
 from examples.paper.tables.lab import num_messages
-from examples.paper.tables.models import images_of
+from examples.paper.tables.models import images_of, weights_of
 from examples.paper.tables.presets import preset_for
 from examples.paper.tables.rates import kind_of, tuned_as
 from examples.paper.tables.results import Cell, Figure
@@ -34,6 +38,7 @@ from examples.paper.tables.sources import (
     SiloImages,
 )
 from examples.paper.tables.targets import TableTarget, targets
+from tests.support.pretend_gpu import GPU, pretend_gpu
 
 PRESET = preset_for("cpu", (1, 28, 28))
 SILOS = Experts(num=8, partition="silos")
@@ -185,3 +190,20 @@ def test_photographs_are_cut_into_different_squares() -> None:
     assert squares.shape == (6, 28, 28)
     assert len({square.tobytes() for square in squares}) == 6
     assert all(square.std() > 0 for square in squares)
+
+
+def test_expert_on_a_gpu_is_compared_there_and_leaves_it_as_the_start_of_others() -> None:
+    shape = (1, 8, 8)
+    network = preset_for("smoke", shape).network
+    expert = build_expert(network, shape, seed=3).eval()
+    images = torch.rand(5, *shape)
+    eps = torch.randn(5, *shape)
+    expected = velocity_loss(expert, LinearPath(), images, eps)
+    with pretend_gpu():
+        there = expert.to("cuda")
+        loss = velocity_loss(there, LinearPath(), images.to("cuda"), eps.to("cuda"))
+        ensemble_of_one = Ensemble([there], None, [1.0], shape, device=GPU)
+        weights = weights_of(ensemble_of_one, 0)
+        assert all(weight.device.type == "cpu" for weight in weights.values())
+        build_expert(network, shape, seed=4).load_state_dict(weights)
+    assert loss == pytest.approx(expected)
