@@ -1,9 +1,10 @@
 """How fast named devices compute, as their maker publishes it: what times of plans are estimated from.
 
 The rates are peaks of dense matrix products, without sparsity. No program reaches them, so that estimates assume
-`UTILISATION` of them, and `MIN_STEP_S` for each step. Nothing in this file was measured here. A training in fp32 does
-not round its products to TF32 (`ddm.models.arithmetic`), so that TF32 rates, which are several times as high, are not
-listed.
+`UTILISATION` of them, and `MIN_STEP_S` for each step. On an H200, which computes as fast as an H100, an eager step of
+DiT-B/2 reached 27% of the published rate, and one of a small DiT took 9.4 ms (docs/results/benchmarks.md). The other
+devices were never tried. A training in fp32 does not round its products to TF32 (`ddm.models.arithmetic`), so that TF32
+rates, which are several times as high, are not listed.
 """
 
 from dataclasses import dataclass
