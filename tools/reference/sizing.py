@@ -99,6 +99,8 @@ def sizing_page() -> str:
 def _head() -> str:
     rates = f"operations over {UTILISATION:.0%} of the rate that the maker publishes"
     least = f"at least {1000 * MIN_STEP_S:.0f} ms for each training step"
+    on_gpu = "[an H200](../results/benchmarks.md#on-a-gpu)"
+    measured = f"{on_gpu} reached 27% with DiT-B/2, and 9.4 ms with a small DiT"
     return f"""# Sizing
 
 This page says what a silo's machine needs: hours of a GPU, memory, disk and network. `make docs` writes it from the
@@ -111,7 +113,7 @@ estimate of your own plan, also for volumes, U-Nets, texts and private training,
 | operations | **counted** by torch, matrix products and convolutions only |
 | memory | **computed** in float32, an upper estimate; it was compared with training on a CPU |
 | disk | **computed** from the sizes of the files |
-| hours of a GPU | **estimated**: {rates}, and {least}; [an H200](../results/benchmarks.md#on-a-gpu) reached 27% with DiT-B/2, and 9.4 ms with a small DiT |
+| hours of a GPU | **estimated**: {rates}, and {least}; {measured} |
 
 ## Memory, disk and network
 
