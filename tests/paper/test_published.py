@@ -126,8 +126,18 @@ def test_figures_come_back_from_their_csv(tmp_path: Path) -> None:
             read_cells(path)
 
 
-def test_published_tables_are_of_the_sizes_that_the_preset_has_now() -> None:
+@pytest.mark.parametrize(
+    ("folder", "world", "num_images", "scale"),
+    [
+        ("tables-fashion-mnist", "fashion-mnist", 37_500, 1.0),
+        ("tables-cxr", "cxr, base hannover (818188e7)", 3_270, 0.5),
+    ],
+)
+def test_published_tables_are_of_the_sizes_that_the_preset_has_now(
+    folder: str, world: str, num_images: int, scale: float
+) -> None:
     """Else nobody could continue them by the commands on their page."""
-    folder = Path(__file__).parents[2] / "docs/results/tables-fashion-mnist"
-    settings = settings_digest("fashion-mnist", 37_500, preset_for("cpu", (1, 28, 28)))
-    assert Record.read(folder, settings).tables
+    preset = preset_for("cpu", (1, 28, 28)).scaled(scale)
+    settings = settings_digest(world, num_images, preset)
+    results = Path(__file__).parents[2] / "docs/results"
+    assert Record.read(results / folder, settings).tables

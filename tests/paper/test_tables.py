@@ -119,6 +119,7 @@ def test_page_names_what_it_was_made_from_and_what_is_missing(measured: Path) ->
     page = (measured / "README.md").read_text("utf-8")
     assert set(figures(measured, "fid")) == {"1 (monolith)", "2, lock(1)", "2, sample"}
     assert "seed 0," in page and "Incomplete: table 1;" in page and str(measured) not in page
+    assert "## Targets" not in page  # those of tables that are not on it
     assert (measured / "table2.png").read_bytes().startswith(b"\x89PNG")
     with (measured / "targets.csv").open(encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))

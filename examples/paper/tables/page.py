@@ -255,12 +255,18 @@ class Report:
 
     def _targets(self, reached: Sequence[TableTarget]) -> str:
         rows = []
+        has_all_tables = len(self.found) == len(self.tables)
         for target in reached:
+            # A page of some tables leaves out the targets of the others; targets.csv has all.
+            if target.value is None and not has_all_tables:
+                continue
             value = "" if target.value is None else f"{target.value:.3g}"
             if target.low is not None and target.high is not None:
                 value += f" ({target.low:.3g} to {target.high:.3g})"
             met = {"": "not measured", "no": "**no**"}.get(target.met, target.met)
             rows.append((target.figure, target.target, value, str(target.seeds), met, target.note))
+        if not rows:
+            return ""
         note = (
             "A strategy is neutral if its mean share error is under .02, or within the range of chance in 97.5 of 100 "
             "runs with this number of samples and seeds. A target is met if the whole interval of at least three seeds "
