@@ -56,7 +56,8 @@ NOBODY: frozenset[str] = frozenset()
 SIZES = {"east": 60, "north": 90}
 ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 TRAINING = {
-    "num_steps": 20,
+    # After 20 steps the images that experts drew were nearly as far from all public ones as screening allows.
+    "num_steps": 60,
     "batch_size": 8,
     "weight_decay": 0.0,
     "ema_decay": 0.5,
