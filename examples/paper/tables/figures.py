@@ -75,7 +75,7 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
             _plain(axis.xaxis, (1, 2, 5), "{:g}".format)
             _plain(axis.yaxis, (1, 2, 5), "{:g}".format)
     figure.suptitle(f"{table.title}: {origin}", fontsize=10)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure.savefig(path, dpi=120, metadata={"Software": None}, pil_kwargs={"optimize": True})
     plt.close(figure)
 
 
