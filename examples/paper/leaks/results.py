@@ -27,7 +27,6 @@ _MARKERS = {
     "tenth": ("a tenth", "^"),
     "thirtieth": ("a thirtieth", "P"),
 }
-_TICKS_OF_A_DECADE = (1, 2, 5)
 _PRIVATE_MARKERS = {"8": ("epsilon 8", "D"), "2": ("epsilon 2", "v")}
 
 
@@ -193,7 +192,8 @@ def _draw(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    from examples.paper.tables.figures import plain_ticks
 
     nums = sorted({cell.images for cell in cells})
     figure, axes = plt.subplots(
@@ -213,9 +213,7 @@ def _draw(
         axis.axhline(0.5, color="grey", lw=1, ls=":")
         axis.axhline(MAX_AUC, color="grey", lw=1)
         axis.set(title=f"{num:,} images", xlabel="FID", xscale="log")
-        axis.xaxis.set_major_locator(LogLocator(subs=_TICKS_OF_A_DECADE))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        plain_ticks(axis.xaxis, (1, 2, 5), "{:g}".format)
         axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("AUC of the strongest attack")
     handles = [

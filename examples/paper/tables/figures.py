@@ -61,21 +61,21 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         case 2:
             _lines(axis, cells, lambda label: float(label.split(",")[0].split(" ")[0]), "experts")
             axis.set_xscale("log", base=2)
-            _plain(axis.xaxis, (1,), "{:g}".format)
+            plain_ticks(axis.xaxis, (1,), "{:g}".format)
         case 4:
             _lines(axis, cells, None, "training FLOPs, router included")
             axis.set(xscale="log", yscale="log")
-            _plain(axis.xaxis, (1, 2, 5), human_flops)
-            _plain(axis.yaxis, (1, 2, 5), "{:g}".format)
+            plain_ticks(axis.xaxis, (1, 2, 5), human_flops)
+            plain_ticks(axis.yaxis, (1, 2, 5), "{:g}".format)
         case 10:
             _lines(
                 axis, cells, lambda label: float(label.rsplit(",", 1)[1]), "evaluations a sample"
             )
             axis.set(xscale="log", yscale="log")
-            _plain(axis.xaxis, (1, 2, 5), "{:g}".format)
-            _plain(axis.yaxis, (1, 2, 5), "{:g}".format)
+            plain_ticks(axis.xaxis, (1, 2, 5), "{:g}".format)
+            plain_ticks(axis.yaxis, (1, 2, 5), "{:g}".format)
     figure.suptitle(f"{table.title}: {origin}", fontsize=10)
-    figure.savefig(path, dpi=120, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
 
 
@@ -122,8 +122,8 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit:
     axis.set_ylim(len(labels) - 0.5, -0.5)
     if as_ratios:
         axis.set_xscale("log")
-        _plain(axis.xaxis, (1, 2, 5), "{:g}".format)
-    axis.margins(x=0.15)
+        plain_ticks(axis.xaxis, (1, 2, 5), "{:g}".format)
+    axis.margins(x=0.2)
     if not as_ratios:
         axis.set_xlim(left=0.0)
     axis.set_title(title, fontsize=9)
@@ -186,7 +186,7 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
     axis.grid(alpha=0.25)
 
 
-def _plain(axis: Axis, multiples: Sequence[int], write: Callable[[float], str]) -> None:
+def plain_ticks(axis: Axis, multiples: Sequence[int], write: Callable[[float], str]) -> None:
     """Write the ticks of a logarithmic axis as numbers rather than powers."""
     base = axis.get_transform().base  # type: ignore[attr-defined]
     axis.set_major_locator(LogLocator(base, multiples))
