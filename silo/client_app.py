@@ -59,6 +59,8 @@ def sign_off(address: str, node_id: int, courier: Path) -> None:
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+    from silo.courier.connection import close_client
+
     # Without a passphrase, since Flower's own client reads this file and cannot ask for one.
     key = load_ssh_private_key((courier / "node.key").read_bytes(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -67,6 +69,7 @@ def sign_off(address: str, node_id: int, courier: Path) -> None:
     with FleetHttpClient.from_server_address(
         address, False, str(courier / "ca.pem"), interceptors=[authentication]
     ) as client:
+        close_client(client)
         # Signed with the node's key, so that nobody else can sign this node off.
         client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 

@@ -5,6 +5,7 @@ index names exactly the signed files. What verified and is complete takes the pl
 The attack is to fill the disk of a site, or to hide the plan among false ones, with the node's channel alone.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from ddm.trust.rules import SignedFile
 from ddm.trust.verify import verify_bundle_metadata
 from silo.courier.inbox import MAX_METADATA_BYTES, Inbox, has_verified, remove
 
-_METADATA = "metadata/"
+_METADATA = re.compile(r"metadata/[\w.-]{1,100}\.json", re.ASCII)
 # What a bundle has beside its files: folders and marks of our own, with some to spare.
 _NUM_OWN_FOLDERS = 8
 
@@ -127,7 +128,7 @@ def _collect(
 
 
 def _is_metadata(path: str) -> bool:
-    return path.startswith(_METADATA)
+    return _METADATA.fullmatch(path) is not None
 
 
 def _put_bundle(target: Path, home: Path) -> None:
@@ -164,12 +165,15 @@ def _check_index(files: Sequence[IndexEntry], plan_id: str, bundle_bytes: int) -
             expected="a digest for every file",
             got=f"{num_without_digest} files without one",
         )
-    allowed_folders = (_METADATA, f"targets/{plan_id}/")
-    num_elsewhere = sum(not entry.path.startswith(allowed_folders) for entry in files)
+    # Metadata are stored before anything has verified: documents side by side, and no folder that a program would load.
+    num_elsewhere = sum(
+        not (_is_metadata(entry.path) or entry.path.startswith(f"targets/{plan_id}/"))
+        for entry in files
+    )
     if num_elsewhere:
         raise DocumentError(
             "bundle index",
-            expected=f"files in metadata/ and targets/{plan_id}/",
+            expected=f"documents in metadata/ and files in targets/{plan_id}/",
             got=f"{num_elsewhere} elsewhere",
         )
     metadata_bytes = sum(entry.num_bytes for entry in files if _is_metadata(entry.path))

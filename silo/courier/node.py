@@ -4,16 +4,16 @@
 
 On its own, a SuperNode hands messages to any program that connects to its port on loopback, and runs whatever
 application the aggregator ships. Here the programs that it works with know a secret and its certificate, both new at
-every start; the kernel says which user a connection belongs to; and the application must be the one of this package.
+every start; the kernel says which user a connection belongs to; and only messages come from the aggregator
+(`silo.courier.connection`).
 """
 
 import ipaddress
-import logging
+import resource
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,41 +25,41 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
-from flwr.supercore.fab import Fab
-from flwr.supercore.run import RunNotRunningException
+from flwr.supercore.protobuf.client import ProtobufClient
 from flwr.supernode import main as api
 from flwr.supernode import start_client_internal as node
 from flwr.supernode.cli.flower_supernode import flower_supernode
 
-from ddm.errors import DigestError, SetupError
+from ddm.errors import SetupError
 from ddm.io.files import write_atomic
-from ddm.transport.application import check_application
+from ddm.transport.flower_log import keep_lines_plain
 from ddm.transport.own_user import OwnUserMiddleware
 from ddm.transport.superexec import CLIENT_APP, superexec_command
-from silo.courier.supernode import APPLICATION_REFUSED
+from silo.courier.connection import close_clients, guard_connection
 
 HOST = "127.0.0.1"
 # A SuperNode runs for weeks, and a clock may be set meanwhile.
 _VALID_BEFORE = timedelta(days=366)
 _VALID_AFTER = timedelta(days=3653)
-_log = logging.getLogger("flwr")
+# Of each program. Flower holds a message about three times, and a message has at most 128 MiB.
+_MEMORY_BYTES = 2 * 1024**3
 
 
-def replace(module: ModuleType, name: str, value: object) -> None:
+def replace(owner: ModuleType | type, name: str, value: object) -> None:
     """Replace a function that Flower calls by this name with one of ours.
 
     Raises:
         SetupError: this version of Flower has nothing of this name, so that ours would never be called.
     """
-    if not hasattr(module, name):
+    if not hasattr(owner, name):
         raise SetupError(
             "flwr",
-            expected=f"{module.__name__}.{name}",
+            expected=f"{owner.__name__}.{name}",
             got="another version",
             remedy="Install the versions of constraints.txt.",
         )
-    # Flower has no setting for either of the two checks; `constraints.txt` pins the version that has these names.
-    setattr(module, name, value)
+    # Flower has no setting for any of these checks; `constraints.txt` pins the version that has these names.
+    setattr(owner, name, value)
 
 
 def close_port(create_app: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,31 +72,6 @@ def close_port(create_app: Callable[..., Any]) -> Callable[..., Any]:
         return app
 
     return create
-
-
-def pin_application(connect: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Flower's connection to the aggregator give no application but this package's.
-
-    Another one counts as that of a run that has ended: its messages are left unanswered, and the next run may be right.
-    """
-
-    @contextmanager
-    def connect_pinned(*arguments: object, **settings: object) -> Iterator[tuple[object, ...]]:
-        with connect(*arguments, **settings) as (node_id, receive, send, get_run, get_fab, *others):
-            # The attack: an aggregator ships an application that reads the files of the courier's user. Flower would
-            # run it.
-            def get_checked(digest: str, run_id: int) -> Fab:
-                fab: Fab = get_fab(digest, run_id)
-                try:
-                    check_application(fab.content)
-                except DigestError as error:
-                    _log.error("%s: %s", APPLICATION_REFUSED, error)
-                    raise RunNotRunningException from error
-                return fab
-
-            yield (node_id, receive, send, get_run, get_checked, *others)
-
-    return connect_pinned
 
 
 def make_certificate(host: str) -> tuple[bytes, bytes]:
@@ -177,10 +152,15 @@ def main(folder: Path, port: int, arguments: list[str]) -> None:
     """Run the SuperNode, and beside it the program that takes its tasks."""
     folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
+    keep_lines_plain()
     files = make_secrets(folder)
-    # Before the server starts, so that no connection is served without these two checks.
+    # A small message may still name one chunk of bytes many times. Then a program of the courier's fails, and the
+    # machine, on which an expert may be training, keeps its memory. Programs that are started here inherit the limit.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    # Before the server starts, so that no connection is made or served without these checks.
     replace(api, "create_app", close_port(api.create_app))
-    replace(node, "http_request_response", pin_application(node.http_request_response))
+    replace(node, "http_request_response", guard_connection(node.http_request_response))
+    replace(ProtobufClient, "__init__", close_clients(ProtobufClient.__init__))
     address = f"{HOST}:{port}"
     command = superexec_command(address, files.certificate, files.secret, CLIENT_APP)
     # With `--isolation process`, Flower starts no application itself: this program does, and waits for its SuperNode.

@@ -41,8 +41,6 @@ _SETTLED_S = 30.0
 _CHECK_EVERY_S = 2.0
 _SIGN_OFF_S = 15.0
 _NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
-# What `silo.courier.node` logs.
-APPLICATION_REFUSED = "refused the aggregator's application"
 UNREACHABLE = "the aggregator cannot be reached"
 REFUSED = "the connection to the aggregator was refused; courier/flwr/supernode.log says why"
 _STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
@@ -54,10 +52,6 @@ _PROBLEMS = {
     "Connection attempt failed": UNREACHABLE,
     # It makes no further attempt; a proxy that refuses is one reason.
     "Failed to initialize the connection": REFUSED,
-    APPLICATION_REFUSED: (
-        "the aggregator sends an application that differs from that of this version of "
-        "Archipelago; it was not run"
-    ),
     # Signs of a working connection.
     "SuperNode ID:": None,
     "Connection successful": None,

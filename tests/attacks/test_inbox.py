@@ -195,6 +195,20 @@ def test_no_byte_beside_the_metadata_is_kept_before_the_root_vouches_for_it(
     assert not list((limits.site / "inbox").iterdir())
 
 
+@pytest.mark.parametrize(
+    "path", ["metadata/app.0badc0de/evil.py", "metadata/app/pyproject.toml", "metadata/evil.py"]
+)
+def test_no_folder_arrives_among_the_metadata(
+    path: str, signer: Signer, limits: SiteLimits, tmp_path: Path
+) -> None:
+    """Metadata are stored before anything has verified, and are kept while one of them is missing."""
+    bundle = signed(signer, tmp_path, PLAN) / "plans" / PLAN / "bundle"
+    (bundle / path).parent.mkdir(exist_ok=True)
+    (bundle / path).write_bytes(b"app = 1")
+    assert offer(bundle, PLAN, limits) == DocumentError.exit_code
+    assert not list((limits.site / "inbox").iterdir())
+
+
 def test_older_plan_is_refused_after_a_newer_one_and_goes_unless_the_worker_is_at_it(
     signer: Signer, limits: SiteLimits, tmp_path: Path
 ) -> None:
