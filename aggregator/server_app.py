@@ -13,6 +13,7 @@ import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.app import Context, Message
@@ -71,12 +72,23 @@ class FlowerCarrier:
         }
 
     def send(self, node: Node, request: Envelope[Request], ttl_s: float) -> str | None:
-        """Send a request; return its message id, None when the SuperLink did not accept it."""
+        """Send a request; return its message id, None when the SuperLink did not accept it.
+
+        Raises:
+            TransportError: the SuperLink answers with an error.
+        """
         message = Message(
             encode(request), dst_node_id=node.node_id, message_type="query", ttl=ttl_s
         )
+        try:
+            message_ids = list(self._grid.push_messages([message]))
+        except httpx.HTTPStatusError as error:
+            raise TransportError(
+                "message",
+                expected="a SuperLink that takes it",
+                got=f"HTTP status {error.response.status_code}",
+            ) from error
         # The SuperLink answers with an empty id where it refuses a message.
-        message_ids = list(self._grid.push_messages([message]))
         if not message_ids or not message_ids[0]:
             return None
         return str(message_ids[0])
@@ -95,6 +107,12 @@ class FlowerCarrier:
                 "message",
                 expected="a reply",
                 got=f"a reply that does not parse ({type(error).__name__})",
+            ) from error
+        except httpx.HTTPStatusError as error:
+            raise TransportError(
+                "message",
+                expected="a SuperLink that hands out the reply",
+                got=f"HTTP status {error.response.status_code}",
             ) from error
         if not messages:
             return None

@@ -109,6 +109,7 @@ DOORS = {
     "flwr": {
         *("ddm/transport/flower.py", "silo/client_app.py", "aggregator/server_app.py"),
         *("ddm/transport/superexec.py", "silo/courier/node.py", "aggregator/runtime/superlink.py"),
+        *("ddm/transport/flower_log.py", "silo/courier/connection.py"),
     },
     "tuf": {"ddm/trust/"},
     "securesystemslib": {"ddm/trust/"},
@@ -131,7 +132,8 @@ DOORS = {
     "tokenizers": {"ddm/encoders/text.py"},
     "wandb": {"ddm/training/writers.py"},
     "huggingface_hub": {"ddm/fetching/hub.py"},
-    "httpx": {"ddm/fetching/hub.py"},
+    # The last two meet what Flower's own connection raises.
+    "httpx": {"ddm/fetching/hub.py", "aggregator/server_app.py", "silo/courier/connection.py"},
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from aggregator.transfer.delivery import SiloDelivery
-from ddm.errors import ArchipelagoError
+from ddm.errors import ArchipelagoError, TransportError
 from ddm.system.backoff import Backoff
 from ddm.transport.messages import Envelope, Pull, Reply, Request, StatusQuery
 
@@ -49,7 +49,7 @@ class Carrier(Protocol):
         """The connected nodes, by public key."""
 
     def send(self, node: Node, request: Envelope[Request], ttl_s: float) -> str | None:
-        """Send a request; return the id by which its reply is fetched."""
+        """Send a request; return the id by which its reply is fetched, or raise a `TransportError`."""
 
     def fetch(self, message_id: str) -> Envelope[Reply] | None:
         """Fetch the reply to a request, None while there is none; an `ArchipelagoError` for an unusable one."""
@@ -174,7 +174,12 @@ class SiloChannel:
                 return
             # One SuperNode answers one message after the other, so that later ones must live longer.
             ttl_s = self._ttl_s(request) * (len(self._sent) + 1)
-            message_id = self._carrier.send(node, envelope, ttl_s)
+            try:
+                message_id = self._carrier.send(node, envelope, ttl_s)
+            except TransportError as error:
+                _log.warning("silo %s, %s: %s", self.delivery.silo_id, request.kind, error)
+                self._back_off()
+                return
             if not message_id:
                 continue
             self._sent[message_id] = _SentRequest(request, node, self._clock() + ttl_s)
@@ -249,12 +254,15 @@ class SiloChannel:
             )
         del self._sent[message_id]
         if code:
-            # Ever more slowly, so that a silo that only fails does not keep the aggregator busy.
-            self._failures.count()
-            self._retry_at = self._clock() + self._failures.delay_s()
+            self._back_off()
         else:
             self._failures.reset()
         return True
+
+    def _back_off(self) -> None:
+        """Try again ever more slowly, so that a silo with which all fails does not keep the aggregator busy."""
+        self._failures.count()
+        self._retry_at = self._clock() + self._failures.delay_s()
 
 
 @dataclass(frozen=True)

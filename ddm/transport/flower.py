@@ -1,9 +1,17 @@
 """The messages of `ddm.transport.messages` as Flower records, and back, checked.
 
-A record dictionary holds one config record, `head`, with the document as JSON, and, when bytes travel along, one array
-record, `data`, with a single flat array of bytes (Flower sends arrays in chunks of 5 MB). Anything else is refused.
+A record dictionary holds one config record, `head`, with the document as JSON and a salt, and, when bytes travel along,
+one array record, `data`, with a single flat array of bytes (Flower sends arrays in chunks of 5 MB). Anything else is
+refused.
+
+The SuperLink names each record and chunk by its digest, for all nodes alike. The attack: a node announces the name of
+what another one is about to be sent, with other parts, so that the SuperLink refuses the real one. The salt, with which
+the bytes are masked as well, makes these names unpredictable.
 """
 
+import secrets
+
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from pydantic import TypeAdapter, ValidationError
 
@@ -27,6 +35,9 @@ _HEAD = "head"
 _DATA = "data"
 _DOCUMENT = "document"
 _BYTES = "bytes"
+_SALT = "salt"
+_SALT_BYTES = 16
+_TILE_BYTES = 4096  # masked at a time
 
 
 def encode(envelope: Envelope[Request | Reply]) -> RecordDict:
@@ -38,10 +49,13 @@ def encode(envelope: Envelope[Request | Reply]) -> RecordDict:
     Returns:
         The records of one Flower message.
     """
+    salt = secrets.token_bytes(_SALT_BYTES)
     # JSON in one field: Flower's own types would accept fields that no schema of ours checks.
-    records = RecordDict({_HEAD: ConfigRecord({_DOCUMENT: envelope.message.model_dump_json()})})
+    head = ConfigRecord({_DOCUMENT: envelope.message.model_dump_json(), _SALT: salt})
+    records = RecordDict({_HEAD: head})
     if envelope.data:
-        array = Array(dtype="uint8", shape=(len(envelope.data),), stype=_STYPE, data=envelope.data)
+        data = _mask(envelope.data, salt)
+        array = Array(dtype="uint8", shape=(len(data),), stype=_STYPE, data=data)
         records[_DATA] = ArrayRecord({_BYTES: array})
     return records
 
@@ -79,15 +93,22 @@ def _decode(
         )
     head = dict(records[_HEAD])
     document = head.get(_DOCUMENT)
-    if set(head) != {_DOCUMENT} or not isinstance(document, str) or len(document) > _MAX_HEAD_BYTES:
+    salt = head.get(_SALT)
+    if (
+        set(head) != {_DOCUMENT, _SALT}
+        or not isinstance(document, str)
+        or len(document) > _MAX_HEAD_BYTES
+        or not isinstance(salt, bytes)
+        or len(salt) != _SALT_BYTES
+    ):
         raise DocumentError(
             "message head",
-            expected=f"one document of at most {_MAX_HEAD_BYTES} characters",
+            expected=f"a document of at most {_MAX_HEAD_BYTES} characters, and a salt of {_SALT_BYTES} bytes",
             got="a record of another form",
         )
     data = b""
     if _DATA in names:
-        data = _decode_data(records[_DATA], max_bytes)
+        data = _mask(_decode_data(records[_DATA], max_bytes), salt)
     check_json(document.encode(), subject="message head", limit=_MAX_HEAD_BYTES)
     try:
         # The adapter knows the kinds of one direction alone: a courier's answer is never taken for a request.
@@ -147,3 +168,15 @@ def _decode_data(record: object, max_bytes: int) -> bytes:
             got=str(len(data)),
         )
     return bytes(data)
+
+
+def _mask(data: bytes, salt: bytes) -> bytes:
+    """Combine bytes with a salt, repeated, by exclusive or; the same once more gives them back."""
+    masked = np.frombuffer(bytearray(data), np.uint8)
+    tile = np.tile(np.frombuffer(salt, np.uint8), _TILE_BYTES // _SALT_BYTES)
+    num_tiled = len(data) - len(data) % _TILE_BYTES
+    # In place: the bytes are up to a shard, which is in memory twice already.
+    tiled = masked[:num_tiled].reshape(-1, _TILE_BYTES)
+    tiled ^= tile
+    masked[num_tiled:] ^= tile[: len(data) - num_tiled]
+    return masked.tobytes()

@@ -3,10 +3,14 @@
 import subprocess
 import sys
 
+import httpx
 import pytest
+from flwr.supercore.task_identity import TaskIdentity
 
 from aggregator.server_app import FlowerCarrier
+from aggregator.transfer.dispatcher import Node
 from ddm.errors import ArchipelagoError, TransportError
+from ddm.transport.messages import Envelope, Status, StatusQuery
 
 BOMB = """
 import json, resource, sys
@@ -58,6 +62,35 @@ def test_answer_is_refused_when_flower_cannot_put_it_together(error: type[Except
 
     with pytest.raises(TransportError):
         FlowerCarrier(UnreadableGrid(), 100).fetch("1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("status", [412, 500])
+def test_superlink_that_answers_with_an_error_costs_this_message_alone(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Flower knows these in the process of a ServerApp.
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    request = httpx.Request("POST", "https://127.0.0.1")
+    refusal = httpx.HTTPStatusError(
+        "refused", request=request, response=httpx.Response(status, request=request)
+    )
+
+    class RefusingGrid:
+        def push_messages(self, messages: list[object]) -> list[str]:
+            raise refusal
+
+        def pull_messages(self, message_ids: list[str]) -> list[object]:
+            raise refusal
+
+    carrier = FlowerCarrier(RefusingGrid(), 100)  # type: ignore[arg-type]
+    query = StatusQuery(
+        plan_id="digits-3f9a1c2e", known=Status(), received=0, max_bytes=0, wait_s=0
+    )
+    with pytest.raises(TransportError):
+        carrier.send(Node(1, "first"), Envelope(query), 60.0)
+    with pytest.raises(TransportError):
+        carrier.fetch("1")
 
 
 def test_failure_of_flower_itself_is_not_taken_for_a_silos_answer() -> None:

@@ -240,7 +240,7 @@ def test_damaged_status_becomes_a_number_when_reported(limits, status):
 
 def test_unforeseen_error_becomes_the_number_one_when_the_disk_refuses(limits):
     shutil.rmtree(limits.site / "inbox")
-    entry = IndexEntry(path="metadata/secretname", num_bytes=1, digest="0" * 64)
+    entry = IndexEntry(path="metadata/secretname.json", num_bytes=1, digest="0" * 64)
     assert answer(Envelope(Offer(plan_id=PLAN, files=(entry,))), limits) == Envelope(
         BundleProgress(code=1)
     )

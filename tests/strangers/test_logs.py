@@ -53,6 +53,7 @@ from tests.support.parsers import (
     submission_document,
 )
 
+SALT = bytes(16)
 # As text that may not be there, and as text that could be a name.
 CANARIES = ("CANARY\x1b[2J\r\n\u202e\u2028\x9b", "canary")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -169,16 +170,16 @@ def hostile_records() -> list[RecordDict]:
     """Everything odd that Flower would deliver, a canary in each."""
     bad = CANARIES[0]
     good = message_parsers()["pull"].sample.decode()
-    head = ConfigRecord({"document": good})
+    head = ConfigRecord({"document": good, "salt": SALT})
     array = {"dtype": "uint8", "shape": (6,), "stype": "archipelago.bytes", "data": b"CANARY"}
     return [
         RecordDict({}),
         RecordDict({bad: head}),
         RecordDict({"head": ConfigRecord({bad: bad})}),
-        RecordDict({"head": ConfigRecord({"document": bad})}),
-        RecordDict({"head": ConfigRecord({"document": good, bad: bad})}),
-        RecordDict({"head": ConfigRecord({"document": b"CANARY"})}),
-        RecordDict({"head": ConfigRecord({"document": [bad]})}),
+        RecordDict({"head": ConfigRecord({"document": bad, "salt": SALT})}),
+        RecordDict({"head": ConfigRecord({"document": good, "salt": SALT, bad: bad})}),
+        RecordDict({"head": ConfigRecord({"document": b"CANARY", "salt": SALT})}),
+        RecordDict({"head": ConfigRecord({"document": [bad], "salt": SALT})}),
         RecordDict({"head": head, "data": ConfigRecord({bad: bad})}),
         RecordDict({"head": head, "data": ArrayRecord({bad: Array(**array)})}),
         RecordDict({"head": head, "data": ArrayRecord({"bytes": Array(**array | {"dtype": bad})})}),
@@ -187,7 +188,7 @@ def hostile_records() -> list[RecordDict]:
             {"head": head, "data": ArrayRecord({"bytes": Array(**array | {"shape": (2**62,)})})}
         ),
         *(
-            RecordDict({"head": ConfigRecord({"document": data.decode()})})
+            RecordDict({"head": ConfigRecord({"document": data.decode(), "salt": SALT})})
             for name in ("offer", "ask", "pull", "deliver")
             for data in spoilt(message_parsers()[name].sample)
         ),
@@ -236,10 +237,13 @@ def test_courier_knows_no_request_that_carries_code(tmp_path: Path, kind: str) -
     context = at_site(tmp_path)
     code = {"kind": kind, "plan_id": "digits-3f9a1c2e", "code": "import os; os.mkdir('owned')"}
     reply = handle(
-        message(RecordDict({"head": ConfigRecord({"document": json.dumps(code)})})), context
+        message(RecordDict({"head": ConfigRecord({"document": json.dumps(code), "salt": SALT})})),
+        context,
     ).content
     assert json.loads(str(reply["head"]["document"]))["code"] == DocumentError.exit_code
-    request = message(RecordDict({"head": ConfigRecord({"document": json.dumps(code)})}))
+    request = message(
+        RecordDict({"head": ConfigRecord({"document": json.dumps(code), "salt": SALT})})
+    )
     request.metadata.message_type = kind if kind in ("train", "evaluate") else "train"
     with pytest.raises(ValueError, match="No .* function registered"):
         app(request, context)

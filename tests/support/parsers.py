@@ -513,7 +513,8 @@ REPLIES = {
 
 def message_records(document: str, data: bytes | None) -> RecordDict:
     """Pack a document that may be anything."""
-    packed = RecordDict({"head": ConfigRecord({"document": document})})
+    # A salt of zeros leaves the bytes as they are.
+    packed = RecordDict({"head": ConfigRecord({"document": document, "salt": bytes(16)})})
     if data:
         array = Array(dtype="uint8", shape=(len(data),), stype="archipelago.bytes", data=data)
         packed["data"] = ArrayRecord({"bytes": array})

@@ -171,6 +171,34 @@ def test_dispatcher_fails_when_a_channel_meets_an_error_that_nobody_foresaw(worl
         dispatcher.run()
 
 
+def test_honest_silo_is_served_when_the_superlink_refuses_what_the_other_one_is_sent(
+    world: World,
+) -> None:
+    """The attack: a node announces what the other is about to be sent, so that the SuperLink refuses it."""
+
+    class RefusingFlower(FakeFlower):
+        def send(self, node: Node, request: Envelope[Request], ttl_s: float) -> str:
+            if node.node_id == 1:
+                with self._lock:
+                    self.sent[b"bad"].append(request.message)
+                raise TransportError("message", expected="a SuperLink that takes it", got="500")
+            return super().send(node, request, ttl_s)
+
+    flower = RefusingFlower({b"good": honest(world.silo("good")), b"bad": never})
+    deliveries = {b"good": world.delivery("good"), b"bad": world.delivery("bad")}
+    deadline = time.monotonic() + LIMIT_S
+    dispatcher = Dispatcher(
+        flower,
+        deliveries,
+        stopped=lambda: world.arrived("good").exists() or time.monotonic() > deadline,
+        intervals=Intervals(tick_s=0.001, idle_tick_s=0.001),
+    )
+    dispatcher.run()
+    assert world.identical("good")
+    # Ever more slowly: at steps of a millisecond it would have been asked a thousand times.
+    assert 0 < len(flower.sent[b"bad"]) < 10
+
+
 def channel_to(
     world: World, behaviour: Behaviour, clock: ManualClock, **settings: object
 ) -> tuple[SiloChannel, FakeFlower]:

@@ -2,12 +2,13 @@ import json
 
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ddm.errors import DocumentError
-from ddm.transport.flower import decode_reply, decode_request, encode
+from ddm.transport.flower import _mask, decode_reply, decode_request, encode
 from ddm.transport.messages import (
     MAX_BUNDLE_FILES,
     BundleProgress,
@@ -31,7 +32,9 @@ SPAN = Span(path="targets/plan.json", offset=0, num_bytes=6)
 
 
 def raw(document, data=None, **array):
-    records = RecordDict({"head": ConfigRecord({"document": json.dumps(document)})})
+    # A salt of zeros leaves the bytes as they are.
+    head = ConfigRecord({"document": json.dumps(document), "salt": bytes(16)})
+    records = RecordDict({"head": head})
     if data is not None:
         fields = {
             "dtype": "uint8",
@@ -167,6 +170,37 @@ def test_data_are_refused_when_they_do_not_fit_their_spans_or_limit():
             assert decode_reply(raw(document, b"abcdef"), max_bytes=6).data == b"abcdef"
             with pytest.raises(DocumentError):
                 decode_reply(raw(document, data, **array), max_bytes=6)
+
+
+def test_head_is_refused_without_a_salt_of_the_right_length():
+    for salt in [None, b"", bytes(15), bytes(17), "0" * 16]:
+        with case(salt=salt):
+            records = raw(ASK)
+            records["head"]["salt"] = bytes(16)
+            assert isinstance(decode_request(records, max_bytes=1).message, StatusQuery)
+            del records["head"]["salt"]
+            if salt is not None:
+                records["head"]["salt"] = salt
+            with pytest.raises(DocumentError):
+                decode_request(records, max_bytes=1)
+
+
+@given(num_bytes=st.integers(1, 3 * 4096))
+@settings(max_examples=50)
+def test_bytes_of_any_number_come_back_from_under_their_mask(num_bytes):
+    data = bytes(index % 251 for index in range(num_bytes))
+    masked = _mask(data, bytes(range(16)))
+    # The closed form: each byte with the salt's byte at its place, repeated.
+    assert masked == bytes(byte ^ (index % 16) for index, byte in enumerate(data))
+    assert _mask(masked, bytes(range(16))) == data
+
+
+def test_no_record_or_chunk_of_a_message_has_a_name_that_another_could_announce():
+    """The SuperLink keeps them by digest, and refuses one that was announced before with other parts."""
+    offer = Envelope(Offer(plan_id=PLAN, files=(FILE,), spans=(SPAN,)), b"abcdef")
+    names = [set(get_all_nested_objects(encode(offer))) for _ in range(2)]
+    assert len(names[0]) == len(names[1]) > 4
+    assert not names[0] & names[1]
 
 
 def test_message_is_refused_when_it_holds_other_records():
