@@ -2,6 +2,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.serialization import (
@@ -17,6 +18,7 @@ from ddm.protocol.enrolment import Card
 from ddm.system.process_table import descendants
 from silo.courier import supernode
 from silo.courier.handlers import SiteLimits
+from silo.courier.node import make_certificate
 from silo.courier.supernode import Courier, answers_late, latest_problem, make_node_key
 from tests.support.errors import has_subject
 from tests.support.processes import is_running
@@ -132,6 +134,20 @@ def check_until(courier, condition):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read from /proc")
+def test_supernode_and_its_programs_have_a_limit_of_memory(tmp_path):
+    """The attack: a small message that names one chunk of bytes many times."""
+    (tmp_path / "courier").mkdir()
+    make_node_key(tmp_path / "courier" / "node.key")
+    certificate, _ = make_certificate("127.0.0.1")
+    (tmp_path / "courier" / "ca.pem").write_bytes(certificate)
+    with Courier(tmp_path, address="127.0.0.1:1", max_bundle_bytes=1) as kept:
+        for pid in (*descendants_of(kept), kept.info()["supernode_pid"]):
+            limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+            (line,) = [line for line in limits if line.startswith("Max data size")]
+            assert line.split()[3:5] == [str(2 * 1024**3)] * 2
+
+
 def test_supernode_that_was_killed_is_signed_off_and_started_again(courier, tmp_path, monkeypatch):
     signed_off = []
     node_id = tmp_path / "courier" / "flwr" / "node_id"
