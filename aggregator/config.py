@@ -11,6 +11,7 @@ from pydantic import Field, StringConstraints
 from ddm.errors import DigestError, MissingFileError, SetupError
 from ddm.io.changes import is_unfinished
 from ddm.io.files import read_bounded
+from ddm.io.own_folder import require_owner
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.address import HostName
 from ddm.protocol.base import (
@@ -170,6 +171,18 @@ class Federation(PublisherFolder):
             with self.signing_lock():
                 pass
         return self
+
+    def require_own(self) -> "Federation":
+        """Return the federation, for a command that writes, if its folder is this user's.
+
+        Raises:
+            SetupError: the folder is another user's; the command is root's, and the service has a user of its own.
+            MissingFileError: see `require`.
+        """
+        # Before `require`, which may write.
+        if self.path.is_dir():
+            require_owner(self.path, "aggregator")
+        return self.require()
 
     def current_plan(self) -> tuple[Plan, str]:
         """Read the current plan and its digest.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from ddm.errors import UnsafePathError
+from ddm.errors import SetupError, UnsafePathError
 
 _ROOT = 0
 _PRIVATE_MODE = 0o700
@@ -78,6 +78,35 @@ def require_own_path(folder: Path) -> None:
     danger = find_danger(folder.absolute(), os.geteuid())
     if danger is not None:
         _refuse(folder, danger)
+
+
+def require_owner(folder: Path, program: str) -> None:
+    """Refuse to write as another user than the folder's owner, who could not read the files.
+
+    Args:
+        folder: that of a service.
+        program: named in the remedy.
+
+    Raises:
+        SetupError: names both users.
+    """
+    owner = folder.stat().st_uid
+    user = os.geteuid()
+    if owner == user:
+        return
+    raise SetupError(
+        str(folder),
+        expected=f"a command of {_describe_user(owner)}, who owns the folder",
+        got=f"one of {_describe_user(user)}, whose files the owner could not read",
+        remedy=f"Run the command as the owner; root can do so with: runuser -u OWNER -- {program} ...",
+    )
+
+
+def _describe_user(user: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"user {user}"
 
 
 def find_danger(folder: Path, user: int) -> str | None:
