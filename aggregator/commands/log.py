@@ -36,7 +36,7 @@ def log(
     from ddm.publishing.public_log import add_cosignatures, export_log, public_folder, sign_waiting
     from ddm.publishing.witnesses import ask_witnesses
 
-    federation = Federation(fed).require()
+    federation = Federation(fed).require_own()
     # A key that is not a witness's is refused before anything is signed.
     witnesses = witnesses_of(federation)
     # A cosigned copy is of the last checkpoint. Signing what waits would make a newer one, and the copy useless.
@@ -50,7 +50,7 @@ def log(
     answers = ask_witnesses(federation, witnesses)
     folder = public_folder(federation)
     if out is not None:
-        export_log(federation, out)
+        export_log(federation, out, for_everyone=True)
         folder = out
     say(f"The public log is in {folder}; serve it as static files.")
     say(f"Anybody: ddm log {folder} --root {federation.tuf / '1.root.json'}")

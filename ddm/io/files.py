@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +17,7 @@ from ddm.errors import (
     FormatError,
     MissingFileError,
 )
-from ddm.io.modes import open_to_group
+from ddm.io.modes import open_to_everyone, open_to_group, readable_folder
 from ddm.io.untrusted import read_small
 
 # What the operating system reports of a disk without free space, of a quota, and of a file that is too large.
@@ -50,11 +50,25 @@ def write_for_group(path: Path, data: bytes) -> None:
         SetupError: this user is not a member of that group.
         OSError: the disk is full or the folder is not writable; the old file is untouched.
     """
+    _write_opened(path, data, lambda part: open_to_group(part, path.parent))
+
+
+def write_for_everyone(path: Path, data: bytes) -> None:
+    """Write `data` in one piece, readable by every user, and so are the folders that are missing above it.
+
+    Raises:
+        OSError: the disk is full or the folder is not writable; the old file is untouched.
+    """
+    readable_folder(path.parent)
+    _write_opened(path, data, open_to_everyone)
+
+
+def _write_opened(path: Path, data: bytes, open_to_readers: Callable[[Path], None]) -> None:
     part = path.with_name(f".{path.name}.{threading.get_native_id()}.new")
     try:
-        # The group gets access before the file gets its name, so that nobody finds one that it may not read.
+        # Readers get access before the file gets its name, so that nobody finds one that they may not read.
         write_atomic(part, data, mode=0o600)
-        open_to_group(part, path.parent)
+        open_to_readers(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -46,6 +46,18 @@ def private_folder(folder: Path) -> None:
     _set_mode(folder, _PRIVATE)
 
 
+def readable_folder(folder: Path) -> None:
+    """Make a folder that every user may enter and list, with what is missing above it; one that is there stays."""
+    missing = []
+    for part in (folder, *folder.parents):
+        if part.exists():
+            break
+        missing.append(part)
+    for part in reversed(missing):
+        part.mkdir(exist_ok=True)
+        _set_mode(part, _PUBLIC)
+
+
 def group_folder(folder: Path, like: Path | None = None) -> None:
     """Make a folder that its owner writes and a group reads, or give these permissions to one that is there.
 

@@ -4,12 +4,13 @@ Tiles and entry bundles come first and the checkpoint last, so that anybody who 
 roots of trust are beside them, by which a reader follows a rotated log key.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ddm.errors import SetupError
 from ddm.io.changes import Change
-from ddm.io.files import read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic, write_for_everyone
 from ddm.publishing.folder import PublisherFolder
 from ddm.publishing.log import (
     CHECKPOINT,
@@ -50,8 +51,13 @@ def sign_waiting(publisher: PublisherFolder, key: SigningKey) -> TransparencyLog
         return log
 
 
-def export_log(publisher: PublisherFolder, out: Path) -> None:
+def export_log(publisher: PublisherFolder, out: Path, *, for_everyone: bool = False) -> None:
     """Bring a public copy of the log up to date with its last checkpoint.
+
+    Args:
+        publisher: whose log it is.
+        out: the folder of the copy.
+        for_everyone: whether every user of the machine may read it, such as the web server that serves it.
 
     Raises:
         SetupError: the copy there is of another log, or of more entries: this folder is older than it.
@@ -62,23 +68,24 @@ def export_log(publisher: PublisherFolder, out: Path) -> None:
         return
     signed_entries = log.entries[: log.signed.size]
     check_continues(out / "checkpoint", replace(log, entries=signed_entries))
+    write = write_for_everyone if for_everyone else write_atomic
     # Tiles and roots never change once they are written.
     for path, data in layout(signed_entries):
         if not (out / path).exists():
-            write_atomic(out / path, data)
+            write(out / path, data)
     for root in sorted(publisher.tuf.glob("*.root.json")):
         if not (out / root.name).exists():
-            write_atomic(out / root.name, root.read_bytes())
+            write(out / root.name, root.read_bytes())
     # Unlike a tile, a cosigned checkpoint changes: witnesses add their signatures later.
     for cosigned in sorted((publisher.path / COSIGNED).glob("*")):
-        _write_if_changed(out / "cosigned" / cosigned.name, cosigned.read_bytes())
+        _write_if_changed(write, out / "cosigned" / cosigned.name, cosigned.read_bytes())
     # The checkpoint comes last: whatever it describes is already there for the one who reads it.
-    _write_if_changed(out / "checkpoint", log.signed.encode())
+    _write_if_changed(write, out / "checkpoint", log.signed.encode())
 
 
-def _write_if_changed(path: Path, data: bytes) -> None:
+def _write_if_changed(write: Callable[[Path, bytes], None], path: Path, data: bytes) -> None:
     if not path.exists() or path.read_bytes() != data:
-        write_atomic(path, data)
+        write(path, data)
 
 
 def add_cosignatures(publisher: PublisherFolder, cosigned: Path) -> int:

@@ -11,7 +11,7 @@ from ddm.errors import BusyError, SetupError
 from ddm.io.changes import Change
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import DISK_FULL_ERRNOS, link_or_copy, move_into_place, staging_folder
-from ddm.io.modes import open_to_everyone
+from ddm.io.modes import open_to_everyone, readable_folder
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.untrusted import MAX_FILES, list_files
 from ddm.protocol.base import now_utc
@@ -136,6 +136,8 @@ def reserve(out: Path) -> Iterator[Path]:
         raise _taken(out, "a file")
     with ExitStack() as stack:
         try:
+            # A web server of another user passes through the folders that are made above the release.
+            readable_folder(out.parent)
             reserved = stack.enter_context(staging_folder(out))
         except OSError as error:
             if error.errno in DISK_FULL_ERRNOS:

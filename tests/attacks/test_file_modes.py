@@ -185,9 +185,14 @@ def test_published_folder_is_for_everybody_to_read_and_its_source_is_not_opened_
     release = tmp_path / "releases" / "1"
     (release / "metadata").mkdir(parents=True, mode=0o700)
     (release / "metadata" / "1.root.json").touch(mode=0o600)
-    with reserve(tmp_path / "out") as reserved:
-        copy_out(release, reserved, tmp_path / "out")
-    assert {mode(path) for path in tree(tmp_path / "out")} == {0o755, 0o644}
+    out = tmp_path / "www" / "out"
+    before = os.umask(0o077)
+    try:
+        with reserve(out) as reserved:
+            copy_out(release, reserved, out)
+    finally:
+        os.umask(before)
+    assert {mode(path) for path in tree(tmp_path / "www")} == {0o755, 0o644}
     assert mode(release / "metadata" / "1.root.json") == 0o600
 
 

@@ -1,7 +1,9 @@
 """What the log says after each command, that it only grows, and that a crash leaves it as before or as after."""
 
 import json
+import os
 import shutil
+import stat
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -228,6 +230,27 @@ def test_public_copy_grows_and_keeps_every_file(keyed: KeyedFederation, tmp_path
     changed = [path.name for path, data in old.items() if path.read_bytes() != data]
     assert changed == ["checkpoint"]
     read_public_log(tmp_path / "served", keyed.root, tmp_path / "state")
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022])
+def test_copy_for_everyone_is_read_by_every_user_with_the_folders_made_above_it(
+    keyed: KeyedFederation, tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        out = tmp_path / "www" / "log"
+        export_log(keyed.federation, out, for_everyone=True)
+        rotate_key(keyed.federation, "online", PASSPHRASE)
+        export_log(keyed.federation, out, for_everyone=True)
+        export_log(keyed.federation, tmp_path / "private")
+    finally:
+        os.umask(before)
+    copy = [tmp_path / "www", *(tmp_path / "www").rglob("*")]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in copy if path.is_dir()} == {0o755}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in copy if path.is_file()} == {0o644}
+    read_public_log(out, keyed.root, tmp_path / "state")
+    checkpoint = tmp_path / "private" / "checkpoint"
+    assert stat.S_IMODE(checkpoint.stat().st_mode) == 0o644 & ~umask
 
 
 def test_cosignature_of_a_witness_is_kept_until_the_log_grows(

@@ -21,6 +21,20 @@ def test_new_passphrase_is_for_its_owner_alone_and_is_found_again(tmp_path: Path
     assert path.read_text() == passphrase
 
 
+def test_owner_of_a_service_passes_through_the_folder_that_is_made_for_the_passphrase(
+    tmp_path: Path,
+) -> None:
+    before = os.umask(0o077)
+    try:
+        path = tmp_path / "etc" / "archipelago" / "new.pass"
+        choose_passphrase_file(None, path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
+    assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o755
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
 def test_file_that_others_can_open_is_no_new_passphrase(tmp_path: Path, mode: int) -> None:
     """The attack: another user puts a passphrase of theirs where a key's passphrase is about to be made."""
