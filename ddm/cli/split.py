@@ -8,7 +8,14 @@ import typer
 
 from ddm.cli.options import OWN_KEYS, PassphraseOption
 from ddm.errors import SetupError
-from ddm.system.console import passphrase, progress, say, table
+from ddm.system.console import (
+    NewPassphraseOption,
+    choose_passphrase_file,
+    passphrase,
+    progress,
+    say,
+    table,
+)
 
 if TYPE_CHECKING:
     from ddm.islands.folder import Split
@@ -51,6 +58,7 @@ def split(
         ),
     ] = None,
     passphrase_file: PassphraseOption = None,
+    new_passphrase_file: NewPassphraseOption = None,
 ) -> None:
     """Divide a data set into islands, and sign the plan by which each is trained."""
     from pydantic import ValidationError
@@ -73,6 +81,7 @@ def split(
     for remark in dataset.remarks():
         say(f"Data: {remark}")
     # Asked for before the minutes that fitting takes.
+    passphrase_file = choose_passphrase_file(passphrase_file, new_passphrase_file)
     secret = passphrase(passphrase_file, None, OWN_KEYS, is_new=True)
     num_images = len(dataset.images)
     num_fitted = min(num_images, islands_recipe.owner.fit_images)
