@@ -115,17 +115,18 @@ def render(package: str, name: str, **values: object) -> str:
 
 
 def write_services(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files of services into a folder that is new, empty, or holds just these.
+    """Write the files of services into a folder that is new, empty, or holds those of an earlier call.
 
     Raises:
         BusyError: the folder holds something else.
     """
-    other_files: list[str] = []
+    present: set[str] = set()
     if folder.is_dir():
-        # A folder of the operator's own, such as /etc/systemd/system, is not to be mixed with generated files by
-        # accident.
-        other_files = sorted({path.name for path in folder.iterdir()} - files.keys())
-    if other_files:
+        present = {path.name for path in folder.iterdir()}
+    other_files = sorted(present - files.keys())
+    # A folder of the operator's own, such as /etc/systemd/system, is not to be mixed with generated files by accident.
+    # The folder from an earlier call has all of them, and maybe what an operator put beside them: the wheelhouse.
+    if other_files and not files.keys() <= present:
         raise BusyError(
             str(folder),
             expected="a new folder, or the one from an earlier call",

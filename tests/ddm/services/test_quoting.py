@@ -88,10 +88,19 @@ def test_template_takes_nothing_that_was_not_quoted() -> None:
 
 
 def test_services_never_mix_with_other_files(tmp_path) -> None:
-    write_services(tmp_path / "out", {"a.service": "1", "prepare.sh": "2"})
-    write_services(tmp_path / "out", {"a.service": "3", "prepare.sh": "2"})
-    assert (tmp_path / "out" / "a.service").read_text() == "3"
-    (tmp_path / "out" / "mine").touch()
+    folder = tmp_path / "system"
+    folder.mkdir()
+    (folder / "sshd.service").touch()
+    (folder / "a.service").write_text("installed")
     with pytest.raises(BusyError):
-        write_services(tmp_path / "out", {"a.service": "4", "prepare.sh": "2"})
+        write_services(folder, {"a.service": "1", "prepare.sh": "2"})
+    assert (folder / "a.service").read_text() == "installed"
+
+
+def test_services_are_written_again_beside_the_wheelhouse_that_an_operator_put_there(
+    tmp_path,
+) -> None:
+    write_services(tmp_path / "out", {"a.service": "1", "Containerfile": "2"})
+    (tmp_path / "out" / "wheelhouse").mkdir()
+    write_services(tmp_path / "out", {"a.service": "3", "Containerfile": "2"})
     assert (tmp_path / "out" / "a.service").read_text() == "3"
