@@ -24,7 +24,7 @@ from ddm.protocol.base import sha256_hex
 from ddm.system.version import DISTRIBUTION
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("images", "text")
+EXTRAS = ("images", "text", "diffusers")
 LOCK = "requirements.lock"
 _HEADING = f"""\
 # Archipelago and all that it needs, with hashes. Install without a network:
