@@ -19,7 +19,6 @@ import click
 import typer
 
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError, SetupError
-from ddm.io.modes import readable_folder
 from ddm.system.escape import escape_control
 from ddm.system.logs import LogOptions, start_logging
 from ddm.system.passphrases import (
@@ -384,8 +383,6 @@ def choose_passphrase_file(existing: Path | None, new: Path | None) -> Path | No
     if os.path.lexists(new):
         check_private_passphrase(new)
     else:
-        # The user of a service, to whom the file will belong, passes through the folders that are made above it.
-        readable_folder(new.parent)
         write_private_passphrase(new)
         say(
             f"Made {new}, which only you can read. Without it the keys are lost: keep a copy elsewhere."

@@ -9,6 +9,7 @@ from ddm.errors import PassphraseError
 
 _NUM_RANDOM_BYTES = 24
 _NOT_OWNER = 0o077
+_FOLDER_MODE = 0o755
 MIN_CHARACTERS = 12
 _MIN_COUNTED = 10
 ADVICE = f"at least {MIN_CHARACTERS} characters, for example four random words"
@@ -47,11 +48,16 @@ def _num_counted(text: str) -> int:
 
 
 def write_private_passphrase(path: Path) -> None:
-    """Make a file with a random passphrase, which its owner alone can read.
+    """Make a file with a random passphrase, which its owner alone can read, and the folders that are missing above it.
 
     Raises:
         FileExistsError: there is something at the path.
     """
+    missing_folders = [folder for folder in path.absolute().parents if not folder.exists()]
+    for folder in reversed(missing_folders):
+        folder.mkdir(exist_ok=True)
+        # The file may be given to the user of a service, who must pass through, whatever the umask is.
+        folder.chmod(_FOLDER_MODE)
     # Its mode is set when it is made: nobody can open it in between.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
     with os.fdopen(descriptor, "w") as file:
