@@ -64,7 +64,7 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
         _leave_notice(site, plan_id, key)
         # What was accepted has left; the outbox is the record of it.
         if state.state not in ("accepted", "withdrawn"):
-            _empty_outbox(site, state)
+            empty_outbox(site, state)
         # A plan that was declined is not looked at again: it counts as one that this site has worked on.
         site.work_folder(plan_id).mkdir(parents=True, exist_ok=True)
         save_state(state_path(site.private), withdrawn)
@@ -104,8 +104,8 @@ def _leave_notice(site: Site, plan_id: str, key: SigningKey) -> None:
     write_for_group(folder / LEAVE_NAME, seal_leave_notice(notice, key))
 
 
-def _empty_outbox(site: Site, state: State) -> None:
-    """Remove what may not have left yet; the folder stays, so that its number is known."""
+def empty_outbox(site: Site, state: State) -> None:
+    """Remove a submission that may not have left yet; the folder stays, so that its number is known."""
     folder = site.outbox / (state.plan_id or "") / str(state.sequence)
     if not folder.is_dir():
         return
@@ -114,6 +114,18 @@ def _empty_outbox(site: Site, state: State) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def empty_outbox_of_superseded_plan(site: Site, state: State) -> None:
+    """Remove the submission to a superseded plan, unless it was answered: then it has left, and the outbox records it.
+
+    An earlier version of this program left such submissions in the outbox, from where they could still be fetched.
+    """
+    if state.state != "superseded":
+        return
+    receipt = site.inbox / (state.plan_id or "") / "receipts" / f"{state.sequence}.json"
+    if not receipt.exists():
+        empty_outbox(site, state)
 
 
 def describe_consequences(state: State) -> str:

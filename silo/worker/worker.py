@@ -61,6 +61,7 @@ from silo.worker.state import (
     state_path,
     write_courier_status,
 )
+from silo.worker.withdrawal import empty_outbox, empty_outbox_of_superseded_plan
 
 _log = logging.getLogger(__name__)
 # Between two looks for a newer plan while training continues.
@@ -206,6 +207,7 @@ class Worker:
                 self.workspace()
                 # Not saved: the problem stays on disk until a step succeeds.
                 self.state = state.model_copy(update={"problem": None})
+            empty_outbox_of_superseded_plan(self.site, state)
             self._announce()
 
     def step(self) -> None:
@@ -230,7 +232,9 @@ class Worker:
             if perform_step is not None and not self._waits_for_waiver():
                 perform_step()
         except _SupersededError as error:
-            self._advance("succession", successor=error.plan_id)
+            # The receipt may have come together with the next plan's metadata, after the first look.
+            if not self._apply_receipt():
+                self._end_plan("succession", successor=error.plan_id)
 
     def _waits_for_waiver(self) -> bool:
         """Whether the work waits for a waiver; a policy.toml that has changed takes effect, as at a new start."""
@@ -496,7 +500,10 @@ class Worker:
         if notice.problem is not None:
             problem = _problem_of(notice.problem)
         # The state is on disk before the error is raised, so that a restart does not hear the same receipt again.
-        self._advance(notice.event, **notice.changes, problem=problem)
+        if notice.event == "notice":
+            self._end_plan("notice", **notice.changes, problem=problem)
+        else:
+            self._advance(notice.event, **notice.changes, problem=problem)
         # A silo that was left out has nothing to correct, and waits for the next plan.
         if notice.problem is not None and notice.event == "refusal":
             raise notice.problem
@@ -564,6 +571,14 @@ class Worker:
 
     def _advance(self, event: Event, **changes: object) -> None:
         self._enter(self.state.after(event, **changes))
+
+    def _end_plan(self, event: Event, **changes: object) -> None:
+        """Enter a state in which nobody may fetch the submission any more: it cannot be taken back from there."""
+        # What was answered has left; the outbox is the record of it.
+        if self.state.state in AT_WORK - {"refused"}:
+            # Before the state: a worker that dies in between finds the same event again, and empties the rest.
+            empty_outbox(self.site, self.state)
+        self._advance(event, **changes)
 
     def _enter(self, state: State) -> None:
         self.state = save_state(state_path(self.site.private), state)

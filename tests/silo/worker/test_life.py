@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aggregator.membership.registry import record_ledger
+from aggregator.membership.withdrawal import withdraw_silo
 from ddm.errors import (
     ApprovalError,
     BudgetError,
@@ -19,22 +20,32 @@ from ddm.errors import (
 )
 from ddm.io.locks import locked
 from ddm.protocol.leave import LEAVE_NAME, Leave
+from ddm.publishing.keys import load_key
+from ddm.transport.messages import Envelope, Pull
+from ddm.transport.shards import list_folder, whole_spans
 from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import open_leave_notice, seal_leave_notice
 from silo.config import Site
+from silo.courier.handlers import SiteLimits, answer
 from silo.plan.acceptance import plan_folder
 from silo.plan.succession import find_successor
 from silo.worker.approval import approve
 from silo.worker.descriptions import HELD, Circumstances, describe_site, describe_state
 from silo.worker.life import AT_WORK, IDLE, STATES, TRANSITIONS, next_state
 from silo.worker.retraining import assess_retraining, retrain
-from silo.worker.state import State, load_state, state_path
+from silo.worker.state import State, load_state, save_state, state_path
 from silo.worker.status import read_status
 from silo.worker.withdrawal import describe_consequences, withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.errors import has_subject
-from tests.support.federation import POLICY, PlannedFederation, TinyFederation, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    PlannedFederation,
+    TinyFederation,
+    write_policy,
+)
 
 SILO = "north"
 PERSON = POLICY | {"approval": {"kind": "person"}}
@@ -101,6 +112,130 @@ def test_superseded_plan_ends_in_every_state_and_spends_nothing_more(
     assert second in describe_state(worker.state)
     worker.step()
     assert (worker.state.state, worker.state.plan_id) == ("plan_accepted", second)
+
+
+def fetched_files(site: Site, plan_id: str) -> list[str]:
+    """What somebody who still asks for the first submission to a plan can list and fetch."""
+    limits = SiteLimits(
+        site.path, bundle_bytes=1 << 26, shard_bytes=1 << 22, submission_bytes=1 << 26
+    )
+    files = list_folder(site.outbox / plan_id / "1", max_files=64, max_bytes=1 << 26)
+    fetched = []
+    for span in whole_spans(files):
+        reply = answer(Envelope(Pull(plan_id=plan_id, sequence=1, spans=(span,))), limits)
+        if reply.data:
+            fetched.append(span.path)
+    return fetched
+
+
+@pytest.mark.parametrize("killed", [None, "before the outbox", "in the outbox", "before the state"])
+def test_submission_to_a_superseded_plan_can_no_longer_be_fetched(
+    replaced: tuple[TinyFederation, str, str], monkeypatch: pytest.MonkeyPatch, killed: str | None
+) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    tiny.work(SILO)
+    assert any(name.endswith(".safetensors") for name in fetched_files(site, first))
+    tiny.deliver_plan(SILO, second)
+    if killed:
+        with monkeypatch.context() as patch:
+            kill_while_ending(patch, killed)
+            worker = worker_of(tiny)
+            worker.begin()
+            with pytest.raises(InterruptedError):
+                worker.step()
+        assert tiny.state_of(SILO).state == "in_outbox"
+    worker = worker_of(tiny)
+    worker.begin()
+    worker.step()
+    assert worker.state.state == "superseded"
+    assert fetched_files(site, first) == []
+
+
+def kill_while_ending(patch: pytest.MonkeyPatch, moment: str) -> None:
+    """Have the next worker die at a moment of the end of its plan."""
+
+    def die(*_: object, **__: object) -> None:
+        raise InterruptedError(moment)
+
+    match moment:
+        case "before the outbox":
+            patch.setattr("silo.worker.worker.empty_outbox", die)
+        case "in the outbox":
+            patch.setattr("silo.worker.withdrawal.shutil.rmtree", die)
+        case "before the state":
+            patch.setattr("silo.worker.worker.save_state", die)
+
+
+def test_submission_that_was_sent_but_not_recorded_goes_with_its_superseded_plan(
+    replaced: tuple[TinyFederation, str, str],
+) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    before = tiny.work(SILO, until="awaiting_approval")
+    tiny.work(SILO)
+    # A worker that died after the rename into the outbox has not recorded it.
+    save_state(state_path(site.private), before)
+    tiny.deliver_plan(SILO, second)
+    worker = worker_of(tiny)
+    worker.begin()
+    worker.step()
+    assert worker.state.state == "superseded"
+    assert fetched_files(site, first) == []
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_start_empties_the_outbox_of_a_plan_that_an_earlier_version_saw_superseded(
+    replaced: tuple[TinyFederation, str, str], answered: bool
+) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    sent = tiny.work(SILO)
+    if answered:
+        tiny.collect(SILO, first)
+        receipt = site.inbox / first / "receipts" / "1.json"
+        receipt.parent.mkdir()
+        receipt.write_bytes(b"a refusal, of which the state knew")
+    save_state(state_path(site.private), sent.after("succession", successor=second))
+    worker_of(tiny).begin()
+    assert bool(fetched_files(site, first)) == answered
+
+
+def test_receipt_that_comes_with_the_next_plan_is_heard_and_its_record_stays(
+    planned_once: PlannedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    plan_id = planned_once.plan_id
+    tiny.work(SILO)
+    tiny.collect(SILO, plan_id)
+    tiny.take_in()
+
+    def let_both_arrive(*_: object) -> str:
+        tiny.deliver_receipt(SILO, plan_id)
+        return "tiny-00000002"
+
+    monkeypatch.setattr("silo.worker.worker.find_successor", let_both_arrive)
+    worker = worker_of(tiny)
+    worker.begin()
+    worker.step()
+    assert worker.state.state == "accepted"
+    assert fetched_files(tiny.sites[SILO], plan_id)
+
+
+def test_submission_of_a_silo_that_the_aggregator_left_out_can_no_longer_be_fetched(
+    planned_once: PlannedFederation, tmp_path: Path
+) -> None:
+    tiny = planned_once.tiny.copy(tmp_path / "copy")
+    plan_id = planned_once.plan_id
+    tiny.work(SILO)
+    receipt_key = load_key(tiny.federation, "receipts", PASSPHRASE)
+    withdraw_silo(tiny.federation, SILO, "a test", receipt_key)
+    tiny.deliver_receipt(SILO, plan_id)
+    worker = worker_of(tiny)
+    worker.begin()
+    worker.step()
+    assert worker.state.state == "withdrawn"
+    assert fetched_files(tiny.sites[SILO], plan_id) == []
 
 
 def test_training_stops_when_its_plan_is_superseded_meanwhile(
