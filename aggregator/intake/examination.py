@@ -1,5 +1,7 @@
 """Measures submitted experts on the federation's public images, each once; `intake.screening` has the rules."""
 
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from aggregator.config import PUBLIC_NAME, Federation
 from aggregator.intake.drawn import Gallery, PublicSet, num_gallery_images
-from aggregator.intake.flags import Fault, remember_flags
+from aggregator.intake.flags import Fault, flags_of, remember_flags
 from aggregator.intake.inventory import Inventory
 from aggregator.intake.quarantine import decisions_on, is_admitted, refused_before
 from aggregator.intake.screening import (
@@ -27,10 +29,11 @@ from aggregator.intake.screening import (
 from aggregator.intake.secret import load_screening_secret
 from aggregator.intake.trial import Trial
 from ddm.diffusion.path import path_named
-from ddm.errors import RefusedError
+from ddm.errors import DataError, RefusedError
 from ddm.io.files import FileIdentity, file_identity, read_bounded, write_atomic
+from ddm.io.tensors import check_file
 from ddm.loading.plan import PlanFiles
-from ddm.models import training_flops
+from ddm.models import MAX_WEIGHT, expected_tensors, training_flops
 from ddm.models.streamed import StoredTensor, StreamedExpert, stored_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, SiloId, sha256_hex
 from ddm.protocol.learning import ExpertObjective, OwnAdaptation
@@ -38,6 +41,16 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedExpert, expert_path, submission_path
 
 PUBLIC_PARTS: tuple[Literal["holdout", "fitted"], ...] = ("holdout", "fitted")
+# What numpy, zipfile and zlib raise for a damaged archive; RuntimeError where it seems to be encrypted.
+_DAMAGED_ARCHIVE_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _PLACES = 7  # significant digits kept of a loss
 
 
@@ -74,12 +87,40 @@ def public_images(
         plan_id: the plan.
         part: which.
         as_latents: return latents where the plan's experts work on latents; False for the images.
+
+    Raises:
+        DataError: the file is damaged.
     """
-    with np.load(federation.plan_folder(plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
-        name: str = part
-        if as_latents and f"{part}_latents" in archive.files:
-            name = f"{part}_latents"
-        return torch.from_numpy(archive[name])
+    path = federation.plan_folder(plan_id) / PUBLIC_NAME
+    try:
+        # Opened here, since numpy leaves a damaged file open.
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
+            name: str = part
+            if as_latents and f"{part}_latents" in archive.files:
+                name = f"{part}_latents"
+            return torch.from_numpy(archive[name])
+    except _DAMAGED_ARCHIVE_ERRORS as error:
+        raise DataError(
+            f"plans/{plan_id}/{PUBLIC_NAME}",
+            expected="the public images of the plan",
+            got=f"a damaged file ({type(error).__name__})",
+            remedy="Restore plans/ from backup, or sign a new plan.",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _StoredBase:
+    """The expert from which the training of another starts, in a file of the federation.
+
+    Attributes:
+        path: the file.
+        max_bytes: most bytes it may have.
+        digest: what the plan lists for it; None where the plan does not.
+    """
+
+    path: Path
+    max_bytes: int
+    digest: Digest | None
 
 
 @dataclass(frozen=True)
@@ -170,24 +211,62 @@ class Examiner:
         num_images = num_gallery_images(parts[0][0].numel())
         return torch.cat([part[:num_images] for part in parts])[:num_images].clone()
 
-    def _base_tensors(self, silo_id: str, expert_id: str) -> dict[str, StoredTensor]:
-        """Find the tensors of the expert that training starts from; empty where there is none, or it is gone."""
+    def check_own_files(self, silo_id: str, submission: Submission, digest: str) -> None:
+        """Read the federation's files that `examine` and `faults` need: after that, a fault is the submission's.
+
+        Args:
+            silo_id: whose submission.
+            submission: the document.
+            digest: the digest of the document.
+
+        Raises:
+            ArchipelagoError: one of the files is damaged.
+        """
+        plan = self.plan
+        self.trial(silo_id)
+        flags_of(self.federation, plan.plan_id, digest)
+        refused_before(self.federation, plan.plan_id, silo_id)
+        specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
+        for expert in submission.experts:
+            self._known_figures(expert.expert_id, digest)
+            base = self._base(silo_id, expert.expert_id)
+            if base is not None:
+                check_file(
+                    base.path,
+                    specs,
+                    max_bytes=base.max_bytes,
+                    max_abs=MAX_WEIGHT,
+                    digest=base.digest,
+                )
+
+    def _base(self, silo_id: str, expert_id: str) -> _StoredBase | None:
+        """Find the expert that training starts from; None where there is none, or it is gone."""
         plan = self.plan
         adaptation = plan.expert.adaptation
         if plan.expert.base is not None:
             path = self.federation.plan_targets(plan.plan_id) / plan.expert.base
-            max_bytes = plan.file(plan.expert.base).bytes
-        elif isinstance(adaptation, OwnAdaptation) and silo_id in adaptation.submissions:
+            listed = plan.file(plan.expert.base)
+            return _StoredBase(path, listed.bytes, listed.digest)
+        if isinstance(adaptation, OwnAdaptation) and silo_id in adaptation.submissions:
             earlier = self.federation.accepted / adaptation.plan_id / silo_id
             path = earlier / expert_path(silo_id, expert_id)
-            if not path.is_file():
-                # Withdrawn since: without it, weights seem to have grown more, and a person looks at them.
-                return {}
-            max_bytes = path.stat().st_size
-        else:
+            # Withdrawn since: without it, weights seem to have grown more, and a person looks at them.
+            if path.is_file():
+                return _StoredBase(path, path.stat().st_size, None)
+        return None
+
+    def _base_tensors(self, silo_id: str, expert_id: str) -> dict[str, StoredTensor]:
+        """Find the tensors of the expert that training starts from; empty where there is none, or it is gone."""
+        base = self._base(silo_id, expert_id)
+        if base is None:
             return {}
+        expert = self.plan.expert
         return stored_tensors(
-            plan.expert.architecture, plan.expert_shape, path, max_bytes, plan.condition
+            expert.architecture,
+            self.plan.expert_shape,
+            base.path,
+            base.max_bytes,
+            self.plan.condition,
         )
 
     def _base_figures(
@@ -317,19 +396,29 @@ class Examiner:
     def _examine_expert(
         self, silo_id: str, expert: SubmittedExpert, digest: str, folder: Path
     ) -> ExpertFigures:
-        # By the digest of the submission: what was measured of it holds for the plan's life, also after a restart.
-        path = self.federation.screening / self.plan.plan_id / digest / f"{expert.expert_id}.json"
-        if path.is_file():
-            data = read_bounded(path, MAX_DOCUMENT_BYTES)
-            return ExpertExamination.parse(data, subject=path.name).expert
+        known_figures = self._known_figures(expert.expert_id, digest)
+        if known_figures is not None:
+            return known_figures
         # Shows the supervisor that the work continues: one expert may take minutes.
         self.on_expert()
         figures = self.measure_expert(silo_id, folder, expert, digest)
         examination = ExpertExamination(
             plan_id=self.plan.plan_id, silo_id=silo_id, submission_digest=digest, expert=figures
         )
-        write_atomic(path, examination.encode())
+        write_atomic(self._figures_path(expert.expert_id, digest), examination.encode())
         return figures
+
+    def _known_figures(self, expert_id: str, digest: str) -> ExpertFigures | None:
+        """Read what was measured of an expert before; None where nothing was."""
+        path = self._figures_path(expert_id, digest)
+        if not path.is_file():
+            return None
+        data = read_bounded(path, MAX_DOCUMENT_BYTES)
+        return ExpertExamination.parse(data, subject=path.name).expert
+
+    def _figures_path(self, expert_id: str, digest: str) -> Path:
+        # By the digest of the submission: what was measured of it holds for the plan's life, also after a restart.
+        return self.federation.screening / self.plan.plan_id / digest / f"{expert_id}.json"
 
     def measure_expert(
         self, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str

@@ -341,7 +341,7 @@ class IntakeService:
         silo_id = submission.silo_id
         with reading_federation_files():
             # A damaged file of the federation must not look like a fault of the submission.
-            self.examiner.trial(silo_id)
+            self.examiner.check_own_files(silo_id, submission, verified.digest)
             remaining = self._remaining_silos()
             accepted = self.examiner.accepted(remaining)
             admitted = is_admitted(decisions_on(self.federation, verified.digest))

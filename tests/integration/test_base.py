@@ -12,6 +12,7 @@ import tomli_w
 import torch
 
 from aggregator.intake.examination import Examiner
+from aggregator.intake.own_files import FederationFilesError
 from aggregator.intake.screening import absolute_faults
 from aggregator.keys.removal import remove_silo
 from aggregator.membership.withdrawal import withdraw_silo
@@ -134,6 +135,30 @@ def test_experts_start_from_the_base_and_all_of_their_weights_are_trained(
         assert all(move > 0 for move in moved.values()), moved
         # AdamW moves a weight by little more than its rate in a step.
         assert max(moved.values()) < 2 * TRAINING["num_steps"] * rate  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("num_left", [0, 100, None])
+def test_nobody_is_answered_for_a_damaged_base_of_the_plan(
+    tmp_path: Path, num_left: int | None
+) -> None:
+    """A base that is cut off, or whose last byte is another one, is no fault of the silo."""
+    tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
+    write_policy(tiny.sites["north"], POLICY)
+    made_base(tmp_path / "base.safetensors")
+    plan_id = tiny.sign(recipe(**tables(base=file_base(tmp_path / "base.safetensors"))))
+    tiny.deliver_plan("north", plan_id)
+    tiny.work("north")
+    tiny.collect("north", plan_id)
+    base_path = tiny.federation.plan_targets(plan_id) / "plan/base.safetensors"
+    before = base_path.read_bytes()
+    damaged = before[:-1] + bytes([before[-1] ^ 1])
+    base_path.write_bytes(damaged[:num_left])
+    with pytest.raises(FederationFilesError):
+        tiny.take_in()
+    assert not list((tiny.federation.attempts / plan_id).rglob("[0-9]*"))
+    base_path.write_bytes(before)
+    (receipt,) = tiny.take_in()
+    assert receipt.verdict.kind == "accepted"
 
 
 def test_plan_manifest_card_and_info_state_the_base(first: Round) -> None:

@@ -129,22 +129,55 @@ def test_rubbish_in_a_silos_name_is_never_answered_however_often_it_comes(arriva
     assert arrival.verdict().verdict.kind == "accepted"
 
 
-@pytest.mark.parametrize(
-    "name", ["registry/notes.json", "federation.toml", f"registry/ledgers/{SILO}.json"]
-)
-def test_nobody_is_answered_for_a_damaged_file_of_the_federation(
-    arrival: Arrival, name: str
-) -> None:
-    """What arrives meanwhile waits, rubbish is not refused in the silo's name, and no attempt is counted."""
-    path = arrival.tiny.federation.path / name
-    before = path.read_bytes() if path.exists() else None
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("no such document = ")
+def own_file(arrival: Arrival, name: str) -> Path:
+    """Return a file of the federation, whose name may contain those of the plan and the submission."""
+    plan = arrival.plan_id
+    digest = sha256_file(arrival.document_path)
+    return arrival.tiny.federation.path / name.format(plan=plan, digest=digest, silo=SILO)
+
+
+def wait_for_repair(arrival: Arrival) -> None:
+    """Intake finds a damaged file of the federation, answers nobody, counts no attempt and keeps what arrived."""
     with pytest.raises(FederationFilesError):
         arrival.tiny.take_in()
-    path.unlink() if before is None else path.write_bytes(before)
     assert not (arrival.receipts / "1.json").exists() and (arrival.folder / "metadata").is_dir()
     assert not list((arrival.tiny.federation.attempts / arrival.plan_id).rglob("[0-9]*"))
+
+
+@pytest.mark.parametrize("damage", [b"no such document = ", b"PK\x03\x04" + bytes(100), b""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "registry/notes.json",
+        "federation.toml",
+        "registry/ledgers/{silo}.json",
+        "plans/{plan}/public.npz",
+        "keys/screening.secret",
+        "screening/{plan}/{digest}/{silo}.json",
+        "screening/{plan}/{digest}.flags.json",
+    ],
+)
+def test_nobody_is_answered_for_a_damaged_file_of_the_federation(
+    arrival: Arrival, name: str, damage: bytes
+) -> None:
+    """What arrives meanwhile waits, rubbish is not refused in the silo's name, and no attempt is counted."""
+    path = own_file(arrival, name)
+    before = path.read_bytes() if path.exists() else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(damage)
+    wait_for_repair(arrival)
+    path.unlink() if before is None else path.write_bytes(before)
+    assert arrival.verdict().verdict.kind == "accepted"
+
+
+def test_nobody_is_answered_for_a_flipped_byte_in_the_public_images(arrival: Arrival) -> None:
+    path = own_file(arrival, "plans/{plan}/public.npz")
+    before = path.read_bytes()
+    flipped = bytearray(before)
+    flipped[len(flipped) // 2] ^= 1
+    path.write_bytes(flipped)
+    wait_for_repair(arrival)
+    path.write_bytes(before)
     assert arrival.verdict().verdict.kind == "accepted"
 
 
