@@ -7,9 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ddm.errors import DigestError
 from ddm.pages.private_page import (
     Handler,
     body_of,
@@ -21,7 +22,7 @@ from ddm.pages.render import render
 from ddm.pages.serving import ConnectionLimits
 from ddm.protocol.base import Digest, Model, now_utc
 from silo.config import Site
-from silo.review.contents import as_text
+from silo.review.contents import CHANGED_REMEDY, as_text, open_verified, verified_blocks
 from silo.review.facts import OutgoingFile, ReviewFacts
 from silo.review.leaks import expert_leaks
 from silo.review.samples import ExpertSheets
@@ -93,7 +94,10 @@ def _handlers(
         if file is None:
             return PlainTextResponse("no such file\n", status_code=404)
         # Reading large tensors takes seconds, in which the page must still answer.
-        text = await run_in_threadpool(as_text, file.local)
+        try:
+            text = await run_in_threadpool(as_text, file.local, file.digest)
+        except DigestError as error:
+            return _changed(error)
         number = request.path_params["number"]
         html = render("silo", "contents.html.jinja", file=file, number=number, text=text)
         return HTMLResponse(html)
@@ -102,8 +106,17 @@ def _handlers(
         file = requested_file(request)
         if file is None:
             return PlainTextResponse("no such file\n", status_code=404)
+        try:
+            handle = await run_in_threadpool(open_verified, file.local, file.digest)
+        except DigestError as error:
+            return _changed(error)
         name = file.path.replace("/", "_")
-        return FileResponse(file.local, media_type="application/octet-stream", filename=name)
+        headers = {
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "Content-Length": str(file.bytes),
+        }
+        blocks = verified_blocks(handle, file.digest)
+        return StreamingResponse(blocks, media_type="application/octet-stream", headers=headers)
 
     async def show_state(request: Request) -> Response:
         sheets_json = [asdict(sheet) for sheet in sheets.sheets]
@@ -124,6 +137,11 @@ def _handlers(
         *static_routes(_FILES),
     ]
     return routes, {"approve": approve_draft, "done": end_page}
+
+
+def _changed(error: DigestError) -> Response:
+    """Answer that a file is no longer the one that the page names: a person must not inspect other bytes."""
+    return PlainTextResponse(f"{error}. {CHANGED_REMEDY}\n", status_code=409)
 
 
 async def _decide(

@@ -17,7 +17,7 @@ import pytest
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
-from ddm.errors import ApprovalError, SetupError
+from ddm.errors import ApprovalError, DigestError, SetupError
 from ddm.pages.render import render
 from ddm.privacy.noise import discrete_laplace
 from ddm.protocol.base import sha256_hex
@@ -27,7 +27,7 @@ from ddm.statistics.sketch import sketch_noise_level
 from ddm.system.processes import program
 from silo.config import Site
 from silo.decisions import DecisionLog
-from silo.review.contents import as_text
+from silo.review.contents import as_text, open_verified, verified_blocks
 from silo.review.facts import read_review_facts
 from silo.review.samples import MAX_SAMPLES, ExpertSheets
 from silo.review.text import review_text
@@ -205,7 +205,7 @@ def test_file_that_is_not_the_drafts_is_refused_before_anything_is_shown(site: S
 
 
 def test_contents_are_shown_as_numbers_and_text(site: Site) -> None:
-    texts = {file.path: as_text(file.local) for file in read_review_facts(site).files}
+    texts = {file.path: as_text(file.local, file.digest) for file in read_review_facts(site).files}
     assert '"num_units": 40' in texts[submission_path(SILO)]
     counts = texts["counts.safetensors"]
     assert (
@@ -330,6 +330,59 @@ def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(
         withdraw_from_plan(site, tiny.key(SILO))
         status, words = page.decide("approve", digest)
         assert status == 503 and "state withdrawn" in words
+
+
+def exchange(path: Path) -> None:
+    """Put a file with one other bit in the place of a file, which may be a link to the one that will be sent."""
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_file_that_is_exchanged_after_the_page_has_opened_is_not_shown(site: Site) -> None:
+    facts = read_review_facts(site)
+    exchanged = {0: facts.files[0], 1: facts.files[1], 2: facts.files[2]}
+    assert {file.local.suffix for file in exchanged.values()} == {".json", ".safetensors"}
+    with served(site) as page:
+        for number, file in exchanged.items():
+            before = file.local.read_bytes()
+            exchange(file.local)
+            for name in ("view", "file"):
+                status, _, answer = page.ask("GET", f"{page.path}{name}/{number}")
+                assert status == 409, (name, file.path)
+                assert file.digest[:16].encode() in answer and b"private/ from backup" in answer
+            file.local.write_bytes(before)
+            for name in ("view", "file"):
+                assert page.ask("GET", f"{page.path}{name}/{number}")[0] == 200
+
+
+def test_tensors_too_large_to_be_shown_are_hashed_all_the_same(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("silo.review.contents._MAX_OPENED_BYTES", 0)
+    file = read_review_facts(site).files[1]
+    assert "Too large to be opened here" in as_text(file.local, file.digest)
+    exchange(file.local)
+    with pytest.raises(DigestError):
+        as_text(file.local, file.digest)
+
+
+def test_download_of_a_file_that_changes_meanwhile_lacks_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "expert.safetensors"
+    data = bytes(3 << 20)
+    path.write_bytes(data)
+    assert (
+        b"".join(verified_blocks(open_verified(path, sha256_hex(data)), sha256_hex(data))) == data
+    )
+    blocks = verified_blocks(open_verified(path, sha256_hex(data)), sha256_hex(data))
+    received = [next(blocks)]
+    with path.open("r+b") as handle:
+        handle.seek(len(data) - 1)
+        handle.write(b"1")
+    with pytest.raises(DigestError, match=sha256_hex(data)):
+        received += blocks
+    assert sum(len(block) for block in received) < len(data)
 
 
 def test_person_reads_looks_and_approves_in_a_browser(site: Site, browser: Chrome) -> None:
