@@ -11,7 +11,7 @@ from ddm.evaluation.intervals import Estimate
 from examples.paper.leaks import __main__ as leaks
 from examples.paper.leaks.choices import CHOICES, plan_of
 from examples.paper.leaks.results import LeakCell, write_report
-from examples.paper.leaks.site import Data, LeakWorkshop, Silo
+from examples.paper.leaks.site import Data, LeakWorkshop, Silo, Stopwatch
 from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.data import Part, World
 from examples.paper.tables.results import Figure
@@ -126,6 +126,24 @@ def test_targets_say_when_no_training_passes_and_when_nothing_was_measured() -> 
     failing = [cell("random", 1000, 0.7), cell("base", 1000, 0.9, verdict="fail")]
     assert leak_targets(failing)[0].met == "no"
     assert leak_targets([])[0].met == ""
+
+
+def test_time_of_an_audit_goes_on_after_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("examples.paper.leaks.site.time.monotonic", lambda: now[0])
+    path = tmp_path / "audit" / "elapsed.json"
+    first = Stopwatch(path)
+    now[0] += 40.0
+    first.keep()
+    # Killed 0.5 s later, which nobody wrote down; another process starts with a clock of its own.
+    now[0] += 0.5
+    first.keep()
+    now[0] = 7.0
+    second = Stopwatch(path)
+    now[0] += 2.0
+    assert second.elapsed_s == pytest.approx(42.0)
 
 
 def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) -> None:

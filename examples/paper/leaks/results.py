@@ -45,7 +45,7 @@ class LeakCell(Model):
             copies, by pixels or features), `fid` and `kid`.
         noise_multiplier: of private training.
         training_s: seconds of training.
-        audit_s: seconds of the audit.
+        audit_s: seconds of the audit, over all restarts.
         commit: of the code.
         hardware: in words.
         utc: when it was measured.

@@ -4,7 +4,9 @@ The audit is the one that a worker runs, `silo.audit.measuring.audit_expert`, wi
 jobs; only Flower and the federation's documents are left out.
 """
 
+import json
 import shutil
+import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +58,7 @@ _DIMS = 32
 _RANK = 8
 _MOST_SAMPLES = 2000
 _TRAININGS = 100  # of one seed at most: the expert, and an outsider's shadows
+_KEEP_S = 1.0  # between two notes of the time
 _RESULT = ".result.json"  # beside an expert, once it is trained
 
 
@@ -105,6 +108,34 @@ def cohort_of(images: Tensor) -> Cohort:
     return Cohort(
         images, sha256_hex(images.numpy().tobytes()), torch.arange(len(images)), len(images), None
     )
+
+
+class Stopwatch:
+    """Measures the time of work that goes on after an interruption: what earlier processes took is in a file.
+
+    Args:
+        path: the file, which lies beside the parts that are kept of the work.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._started = time.monotonic()
+        self._kept_at = self._started
+        self._earlier_s = 0.0
+        if path.exists():
+            self._earlier_s = float(json.loads(path.read_bytes()))
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds so far, those of earlier processes included."""
+        return self._earlier_s + time.monotonic() - self._started
+
+    def keep(self) -> None:
+        """Write the time down, at most once a second: called again and again while the work continues."""
+        now = time.monotonic()
+        if now - self._kept_at >= _KEEP_S:
+            self._kept_at = now
+            write_atomic(self._path, json.dumps(self.elapsed_s).encode())
 
 
 @dataclass(frozen=True)
@@ -163,8 +194,10 @@ class Silo:
             self.file.with_suffix(_RESULT).read_bytes(), subject="result"
         ).seconds
 
-    def audit(self) -> ExpertAudit:
-        """Audit the expert as its site would."""
+    def audit(self) -> tuple[ExpertAudit, float]:
+        """Audit the expert as its site would; also return the seconds that this took, over all restarts."""
+        folder = self.folder / "audit"
+        stopwatch = Stopwatch(folder / "elapsed.json")
         subject = AuditedExpert(
             expert_id="north",
             expert=self.expert,
@@ -178,14 +211,20 @@ class Silo:
             secret=b"a table has no secrets",
             num_samples=_MOST_SAMPLES,
             settings=TrainingSettings(),
-            folder=self.folder / "audit",
+            folder=folder,
             job_folder=lambda name: JobFolder(self.folder / f"job-{name}"),
             make_task=self._make_task,
         )
         with progress(f"auditing {self.choice.label}, {self.num} images") as report_progress:
-            audited = audit_expert(subject, report_progress, lambda: False)
-        shutil.rmtree(subject.folder, ignore_errors=True)
-        return audited
+
+            def keep_time(num_done: int, num: int) -> None:
+                stopwatch.keep()
+                report_progress(num_done, num)
+
+            audited = audit_expert(subject, keep_time, lambda: False)
+        # With the parts goes the time that they took: an audit that is made again starts from nothing.
+        shutil.rmtree(folder, ignore_errors=True)
+        return audited, stopwatch.elapsed_s
 
     def judge(self, num_samples: int) -> dict[str, Estimate]:
         """Return FID and KID of the expert's samples against test images."""
