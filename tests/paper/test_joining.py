@@ -1,6 +1,9 @@
 """Table 11: who trains on which images, which rate they take, and how often weights travel."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,6 +15,9 @@ from ddm.ensemble import Ensemble
 from ddm.errors import DataError, SetupError
 from ddm.models import build_expert
 from examples.paper.bases import squares_of_photographs
+from examples.paper.tables.averaging import averaged
+from examples.paper.tables.clock import Clock
+from examples.paper.tables.contents import tables
 from examples.paper.tables.data import World, read_world
 from examples.paper.tables.joining import (
     JOINING,
@@ -23,11 +29,13 @@ from examples.paper.tables.joining import (
     joining,
     pooled,
 )
-from examples.paper.tables.lab import num_messages
-from examples.paper.tables.models import images_of, weights_of
+from examples.paper.tables.judging import Judge, Judged
+from examples.paper.tables.lab import Lab, num_messages
+from examples.paper.tables.models import Made, Workshop, images_of, weights_of
 from examples.paper.tables.presets import preset_for
 from examples.paper.tables.rates import kind_of, tuned_as
-from examples.paper.tables.results import Cell, Figure
+from examples.paper.tables.results import Cell, Figure, over_seeds
+from examples.paper.tables.rows import Row
 from examples.paper.tables.sources import (
     PUBLIC_BASE,
     Experts,
@@ -207,3 +215,131 @@ def test_expert_on_a_gpu_is_compared_there_and_leaves_it_as_the_start_of_others(
         assert all(weight.device.type == "cpu" for weight in weights.values())
         build_expert(network, shape, seed=4).load_state_dict(weights)
     assert loss == pytest.approx(expected)
+
+
+def silo_lab(
+    world: World, folder: Path, test_images_of_silos: list[int], min_reference: int = 256
+) -> Lab:
+    """A lab whose silos have this many test images, with a judge whose FIDs are the sizes of their references."""
+    silo_M = torch.repeat_interleave(
+        torch.arange(len(test_images_of_silos)), torch.tensor(test_images_of_silos)
+    )
+
+    def fid(images: torch.Tensor, rows: torch.Tensor | None = None) -> Figure:
+        return Figure(value=10_000.0 if rows is None else float(len(rows)))
+
+    def silos_of_test_images(num: int, seed: int, concentration: float) -> torch.Tensor:
+        return silo_M
+
+    divided = SimpleNamespace(
+        name="made", train=world.train, silos_of_test_images=silos_of_test_images
+    )
+    judged = Judged(digest="this run's", accuracy=0.0)
+    judge = SimpleNamespace(about=judged, world=divided, min_reference=min_reference, fid=fid)
+    return Lab(cast(World, divided), PRESET, folder, cast(Judge, judge), Clock())
+
+
+def test_reference_of_a_fid_has_four_images_for_every_feature() -> None:
+    of_64 = SimpleNamespace(test=SimpleNamespace(features_ND=torch.zeros(300, 64)))
+    assert Judge.min_reference.fget(of_64) == 256  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("test_images", "own_fid", "smallest"),
+    [
+        ([256, 300, 500], 352.0, 256.0),
+        # The smallest silo has too few test images, and so has no figure.
+        ([255, 300, 500], 400.0, None),
+        ([255, 100, 8], None, None),
+    ],
+)
+def test_silos_of_few_test_images_have_no_fid_of_their_own(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    test_images: list[int],
+    own_fid: float | None,
+    smallest: float | None,
+) -> None:
+    monkeypatch.setattr(Lab, "_drawn", lambda *_: SimpleNamespace(images=torch.zeros(2, 1, 8, 8)))
+    experts = [torch.nn.Identity() for _ in test_images]
+    ensemble_of_silos = Ensemble(experts, None, [1 / 3] * 3, (1, 8, 8))
+    own_K = [torch.arange(num) for num in (10, 20, 30)]
+    made = cast(Made, SimpleNamespace(ensemble=ensemble_of_silos, own_K=own_K))
+    source = Experts(num=3, partition="silos", whole=True)
+    figures = silo_lab(world, tmp_path, test_images)._alone(source, made, seed=0)
+    assert figures.get("own_fid") == own_fid
+    assert figures.get("smallest_own_fid") == smallest
+    assert figures["own_silos"] == sum(num >= 256 for num in test_images)
+    assert figures["alone_fid"] == 10_000.0
+
+
+def kept(lab: Lab, row: Row, **figures: float) -> bool:
+    """Keep a cell under a row's key; return whether it is then used for the row."""
+    lab.kept.write(lab.key(row, 0), measured_cell(0, fid=1.0, **figures))
+    return lab.found(row, 0) is not None
+
+
+def test_cell_of_another_table_is_measured_again_where_it_lacks_this_ones_figures(
+    world: World, tmp_path: Path
+) -> None:
+    lab = silo_lab(world, tmp_path, [300, 300])
+    (first,) = [row for row in joining(PRESET).rows if row.label == ensemble(0.5, RANDOM)]
+    (same,) = [row for row in tables(PRESET)[3].rows if row.source == first.source][:1]
+    same = same.model_copy(update={"strategy": first.strategy})
+    # Both are the same model, drawn from in the same way: what is measured for one serves the other.
+    assert lab.key(first, 0) == lab.key(same, 0)
+    assert not kept(lab, first)
+    assert kept(lab, same)
+    assert kept(lab, first, rounds=1.0, bytes=8.0)
+    assert kept(lab, same, rounds=1.0, bytes=8.0)
+
+
+def test_cell_from_before_small_silos_were_left_out_is_measured_again(
+    world: World, tmp_path: Path
+) -> None:
+    row = Row(table=JOINING, label="whole", source=Experts(num=2, partition="silos", whole=True))
+    before = {"rounds": 1.0, "own_fid": 9.0}
+    assert kept(silo_lab(world, tmp_path / "large", [300, 300]), row, **before)
+    small = silo_lab(world, tmp_path / "small", [300, 8])
+    assert not kept(small, row, **before)
+    assert kept(small, row, own_silos=1.0, **before)
+
+
+def test_mean_of_fids_over_seeds_is_geometric_and_has_an_interval() -> None:
+    # The logarithms are log(62.5) - log(1.25), log(62.5) and log(62.5) + log(1.25), so that their standard deviation
+    # is log(1.25); Student's t with 2 degrees of freedom is 4.30265.
+    values = (50.0, 62.5, 78.125)
+    half = 4.30265 * math.log(1.25) / math.sqrt(3)
+    for name in ("alone_fid", "own_fid", "smallest_own_fid"):
+        cells = {seed: measured_cell(seed, **{name: value}) for seed, value in enumerate(values)}
+        interval = over_seeds(cells, name)
+        assert interval == pytest.approx((62.5, 62.5 * math.exp(-half), 62.5 * math.exp(half)))
+        assert over_seeds({0: cells[0]}, name) == (50.0, None, None)
+
+
+def test_averaging_through_flower_has_the_silos_of_its_concentration(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("examples.paper.tables.averaging._run", stop)
+    source = Federated(num=4, rounds=2, concentration=0.1)
+    shop = Workshop(world, preset_for("smoke", world.data.shape), tmp_path, Clock())
+    with pytest.raises(InterruptedError):
+        averaged(shop, source, 0.1, seed=1, name="averaged")
+    silo_N = world.silos(4, 1, 0.1)
+    assert not torch.equal(silo_N, world.silos(4, 1))
+    for silo in range(4):
+        images = np.load(tmp_path / "averaged" / f"silo{silo}.npy")
+        assert np.array_equal(images, world.train.images[silo_N == silo].numpy())
+
+
+def test_averaging_through_flower_refuses_a_model_to_start_from(
+    world: World, tmp_path: Path
+) -> None:
+    shop = Workshop(world, preset_for("smoke", world.data.shape), tmp_path, Clock())
+    source = Federated(num=4, rounds=2, start=PUBLIC_BASE)
+    with pytest.raises(SetupError, match="random weights in the first round"):
+        averaged(shop, source, 0.1, seed=1, name="averaged")

@@ -12,6 +12,7 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from torch import Tensor
 
+from ddm.errors import SetupError
 from ddm.io.files import write_atomic
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.islands.router import exact_counts
@@ -114,13 +115,23 @@ def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: st
         rate: learning rate of a silo's first round.
         seed: of weights, batches and silos.
         name: of its folder.
+
+    Raises:
+        SetupError: the source starts from another model, whose weights do not travel through Flower here.
     """
+    if source.start is not None:
+        raise SetupError(
+            "federated averaging through Flower",
+            expected="random weights in the first round",
+            got="a model to start from",
+            remedy="Average in this process, with in_process=True, or leave `start` out.",
+        )
     folder = shop.out / name
     recipe = shop.dense_training(source.budget, rate, seed)
     terms = _terms(shop, source, recipe, rate)
     if not (folder / RECORD).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        silo_N = shop.world.silos(source.num, seed)
+        silo_N = shop.world.silos(source.num, seed, source.concentration)
         for silo in range(source.num):
             np.save(folder / f"silo{silo}.npy", shop.world.train.images[silo_N == silo].numpy())
         counted = _run(shop, folder, terms, f"{name}: rounds of {source.method} through Flower")

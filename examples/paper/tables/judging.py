@@ -20,6 +20,8 @@ from examples.paper.tables.sharing import alone
 
 NEIGHBOURS = 5
 CLASSIFIER = "classifier.safetensors"
+# With fewer reference images than this for each feature, their covariance says little, and FID is far too high.
+_IMAGES_PER_FEATURE = 4
 _SHOWN = ("fid", "kid", "precision", "recall")
 
 
@@ -102,6 +104,11 @@ class Judge:
         return measure(FeatureSet.of(self.classifier.encode(images), NEIGHBOURS), self.validation)[
             0
         ]["fid"].value
+
+    @property
+    def min_reference(self) -> int:
+        """The least number of test images against which an FID is measured."""
+        return _IMAGES_PER_FEATURE * self.test.features_ND.shape[1]
 
     def fid(self, images: Tensor, rows: Tensor | None = None) -> Figure:
         """Return the FID against the test images, or some of them.

@@ -133,13 +133,36 @@ class Lab:
         return self._once(self.key(row, seed), partial(self._kept_cell, row, seed), measure)
 
     def _kept_cell(self, row: Row, seed: int) -> Cell | None:
-        """Return a row's cell, unless its model was trained at another rate than the one that is chosen now."""
+        """Return a row's cell, unless its model was trained at another rate than the one that is chosen now.
+
+        One that lacks figures of the row's table is not returned either: it is measured again.
+        """
         cell = self.kept.read(self.key(row, seed), Cell)
-        if cell is None or cell.cost is None or isinstance(row.source, TrainingImages):
+        if cell is None or self._lacks_figures(cell, row, seed):
+            return None
+        if cell.cost is None or isinstance(row.source, TrainingImages):
             return cell
         chosen = self.chosen(row.source)
         return (
             cell if chosen and isclose(chosen.rate, cell.cost.learning_rate, rel_tol=1e-4) else None
+        )
+
+    def _lacks_figures(self, cell: Cell, row: Row, seed: int) -> bool:
+        """Whether a cell is of the same row of another table, or from before small silos were left out."""
+        source = row.source
+        if row.table != JOINING:
+            return False
+        if isinstance(source, Federated):
+            return "rounds" not in cell.figures
+        if not isinstance(source, Experts) or source.partition != "silos":
+            return False
+        if "rounds" not in cell.figures:
+            return True
+        # Without a silo that is too small, the figures from before are the same.
+        return (
+            source.whole
+            and "own_silos" not in cell.figures
+            and len(self._own_references(source, seed)) < source.num
         )
 
     def _once(
@@ -362,11 +385,22 @@ class Lab:
             return self.made(source.experts, seed).cost.flops
         return self.made(source, seed).cost.flops
 
-    def _alone(self, source: Experts, made: Made, seed: int) -> dict[str, float]:
-        """Return the FIDs of the silos' single experts against all test images and against the silo's own."""
+    def _own_references(self, source: Experts, seed: int) -> dict[int, Tensor]:
+        """Return which test images have a silo's own mix of classes, by silo; without silos of too few for an FID."""
         silo_M = self.world.silos_of_test_images(source.num, seed, source.concentration)
+        rows_of_silos = {silo: (silo_M == silo).nonzero().flatten() for silo in range(source.num)}
+        least = self.judge.min_reference
+        return {silo: rows for silo, rows in rows_of_silos.items() if len(rows) >= least}
+
+    def _alone(self, source: Experts, made: Made, seed: int) -> dict[str, float]:
+        """Return the FIDs of the silos' single experts against all test images and against the silo's own.
+
+        `own_fid` is the mean over the silos that have enough test images, `own_silos` their number. There is no
+        `smallest_own_fid` where the smallest silo is not among them.
+        """
+        references = self._own_references(source, seed)
         against_all = []
-        against_own = []
+        against_own = {}
         for silo in range(source.num):
             alone = replace(
                 made.ensemble,
@@ -380,14 +414,19 @@ class Lab:
             )
             images = clipped(samples.images)
             against_all.append(self.judge.fid(images).value)
-            rows = (silo_M == silo).nonzero().flatten()
-            against_own.append(self.judge.fid(images, rows).value)
-        sizes = [len(rows) for rows in made.own_K]
-        return {
+            if silo in references:
+                against_own[silo] = self.judge.fid(images, references[silo]).value
+        figures = {
             "alone_fid": sum(against_all) / source.num,
-            "own_fid": sum(against_own) / source.num,
-            "smallest_own_fid": against_own[sizes.index(min(sizes))],
+            "own_silos": float(len(against_own)),
         }
+        if against_own:
+            figures["own_fid"] = sum(against_own.values()) / len(against_own)
+        sizes = [len(rows) for rows in made.own_K]
+        smallest = sizes.index(min(sizes))
+        if smallest in against_own:
+            figures["smallest_own_fid"] = against_own[smallest]
+        return figures
 
     def _routers(self, made: Made, seed: int) -> Routers:
         """Return the routers for an ensemble, fitted now unless they are at hand."""

@@ -185,13 +185,13 @@ def over_seeds(
 ) -> tuple[float, float | None, float | None] | None:
     """Return a figure's mean over seeds with its interval; of one seed, with that of its images. None without one.
 
-    FID has a geometric mean and an interval by logarithms, and that of a share ends at 0 and 1. Counts and rates have
-    no interval of their own, and get none over seeds.
+    FID has a geometric mean and an interval by logarithms, also a mean of FIDs that has no interval of its own. The
+    interval of a share ends at 0 and 1. Counts and rates have no interval of their own, and get none over seeds.
     """
     figures = [cell.figures[name] for cell in cells.values() if name in cell.figures]
     if not figures:
         return None
-    if all(figure.low is None for figure in figures):
+    if name not in RATIOS and all(figure.low is None for figure in figures):
         return fsum(figure.value for figure in figures) / len(figures), None, None
     if len(figures) == 1:
         return figures[0].value, figures[0].low, figures[0].high
