@@ -305,4 +305,5 @@ def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSourc
         record.images.num,
         ExpertObjective(path=record.path),
         BaseSpace(record.latent, autoencoder, record.condition, record.data.range),
+        architecture=record.architecture,
     )

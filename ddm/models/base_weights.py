@@ -91,6 +91,24 @@ _UNET_NAMES = _LayerNames(
 )
 
 
+def num_input_channels(tensors: Mapping[str, Tensor], architecture: Architecture) -> int | None:
+    """Return the channels of a sample that the first layer reads; None where it is missing or divides otherwise.
+
+    Args:
+        tensors: the weights of a base, which need not fit.
+        architecture: the architecture whose tensors they should be, with its side of a patch.
+    """
+    weight = tensors.get(_layer_names(architecture).inputs)
+    if weight is None or weight.dim() < 2:
+        return None
+    values_of_channel = 1
+    if not isinstance(architecture, Unet):
+        values_of_channel = architecture.patch**2
+    if weight.shape[1] % values_of_channel:
+        return None
+    return weight.shape[1] // values_of_channel
+
+
 def fit_base(
     base: BaseWeights, architecture: Architecture, shape: Shape, condition: Condition
 ) -> FittedBase:

@@ -1,5 +1,6 @@
 """Opens the base that a recipe names, fits it to the plan's network, and states where it comes from."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
@@ -12,7 +13,7 @@ from ddm.errors import DocumentError, SetupError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.tensors import load_tensors
 from ddm.models import MAX_WEIGHT
-from ddm.models.base_weights import BaseWeights, fit_base
+from ddm.models.base_weights import BaseWeights, fit_base, num_input_channels
 from ddm.models.diffusers_configs import (
     CONFIG_NAME,
     DiffusersClass,
@@ -30,7 +31,14 @@ from ddm.planning.recipe import (
     TrainedBaseRecipe,
 )
 from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard, images_digest
-from ddm.protocol.architecture import ClassCondition, Condition, GridSize, Shape, TextCondition
+from ddm.protocol.architecture import (
+    Architecture,
+    ClassCondition,
+    Condition,
+    GridSize,
+    Shape,
+    TextCondition,
+)
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, check_json, sha256_file
 from ddm.protocol.bases import (
     Base,
@@ -198,6 +206,7 @@ class BaseSource:
         source: what it is, in the operator's words.
         public_digest: sha256 of the public images that it learned, as a plan reads them; None unless it was trained on
             these.
+        architecture: its own; None where nobody stated it, or where the recipe's was compared as it was read.
     """
 
     weights: BaseWeights
@@ -209,6 +218,32 @@ class BaseSource:
     space: BaseSpace | None = None
     source: str | None = None
     public_digest: str | None = None
+    architecture: Architecture | None = None
+
+    def check_architecture(self, architecture: Architecture) -> None:
+        """Refuse a recipe's architecture other than the base's own.
+
+        Tensors do not show all of it: with another number of heads they have the same names and shapes, and another
+        meaning. `position_grid` may differ, since positions are computed and `OpenedBase.fit_positions` places them.
+
+        Raises:
+            SetupError: a field differs; it is named.
+        """
+        if self.architecture is None:
+            return
+        fields_of_base = self.architecture.model_dump(exclude={"position_grid"})
+        fields_of_recipe = architecture.model_dump(exclude={"position_grid"})
+        # Two kinds have other fields; `kind` is the first that differs.
+        for field in ("kind", *fields_of_base):
+            value_of_base = fields_of_base[field]
+            value_of_recipe = fields_of_recipe[field]
+            if value_of_base != value_of_recipe:
+                raise SetupError(
+                    f"recipe, expert.architecture.{field}",
+                    expected=f"{value_of_base}, as the base has it",
+                    got=f"{value_of_recipe}",
+                    remedy="Give the experts the architecture of the base, or choose another base.",
+                )
 
 
 @dataclass(frozen=True)
@@ -266,13 +301,15 @@ def open_base(
 
     Raises:
         MissingFileError: a file that the recipe names is not there.
-        SetupError: the recipe's base is not of the form that its kind says, or learned in another space.
+        SetupError: the recipe's base is not of the form that its kind says, learned in another space, or has another
+            architecture.
         TensorFileError: the weights do not fit the plan's network; names the tensor.
     """
     if recipe.base is None or isinstance(recipe.base, SeedBaseRecipe):
         return None
     if source is None:
-        source = _read_source(recipe.base, recipe)
+        source = _read_source(recipe.base, recipe, space.condition)
+    source.check_architecture(recipe.expert.architecture)
     differences: tuple[str, ...] = ()
     if source.space is not None:
         differences = source.space.compare(space)
@@ -327,10 +364,10 @@ def check_held_out(base: OpenedBase | None, fitted: Tensor) -> None:
         )
 
 
-def _read_source(chosen: BaseRecipe, recipe: SharedRecipe) -> BaseSource:
+def _read_source(chosen: BaseRecipe, recipe: SharedRecipe, condition: Condition) -> BaseSource:
     match chosen:
         case FileBaseRecipe():
-            return _read_file(chosen, recipe)
+            return _read_file(chosen, recipe, condition)
         case DiffusersBaseRecipe():
             return _read_diffusers(chosen, recipe)
         case TrainedBaseRecipe():
@@ -351,13 +388,16 @@ def _read_source(chosen: BaseRecipe, recipe: SharedRecipe) -> BaseSource:
             assert_never(chosen)
 
 
-def _read_file(chosen: FileBaseRecipe, recipe: SharedRecipe) -> BaseSource:
+def _read_file(chosen: FileBaseRecipe, recipe: SharedRecipe, condition: Condition) -> BaseSource:
     path = require_file(Path(chosen.file), "the base that training starts from")
+    architecture = recipe.expert.architecture
+    tensors = read_weights(path)
     grid = None
     if chosen.shape is not None:
-        grid = recipe.expert.architecture.position_span(chosen.shape)
+        _check_stated_shape(chosen.shape, tensors, architecture, condition)
+        grid = architecture.position_span(chosen.shape)
     return BaseSource(
-        BaseWeights(read_weights(path), chosen.shape),
+        BaseWeights(tensors, chosen.shape),
         grid,
         FileBase(digest=sha256_file(path)),
         chosen.licence,
@@ -368,6 +408,28 @@ def _read_file(chosen: FileBaseRecipe, recipe: SharedRecipe) -> BaseSource:
         ),
         source=chosen.source,
     )
+
+
+def _check_stated_shape(
+    shape: Shape, tensors: Mapping[str, Tensor], architecture: Architecture, condition: Condition
+) -> None:
+    """Refuse a shape that no sample of the base can have, as one with the channels last: positions follow from it.
+
+    Raises:
+        SetupError: the shape does not fit the architecture, or the first layer of the base.
+    """
+    expected = architecture.misfit(shape, condition)
+    num_channels = num_input_channels(tensors, architecture)
+    if expected is None and num_channels not in (None, shape[0]):
+        expected = f"first the channels, {num_channels} as the first layer of the {architecture.kind} reads"
+    if expected is not None:
+        raise SetupError(
+            "recipe, base.shape",
+            expected=expected,
+            got=f"{list(shape)}",
+            remedy="State the shape of a sample of the base: its channels, then its sides. If that is what it says, "
+            "the base has another patch than the recipe's architecture: state the architecture of the base.",
+        )
 
 
 def _objective(
@@ -461,4 +523,5 @@ def _read_trained(chosen: TrainedBaseRecipe) -> BaseSource:
         BaseSpace(card.latent, card.autoencoder, card.condition, card.range),
         card.source,
         card.public_digest,
+        card.architecture,
     )

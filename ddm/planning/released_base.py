@@ -70,6 +70,7 @@ def expert_source(release: Release, expert_id: str, left: Set[str]) -> BaseSourc
         submitted[expert_id].num_images,
         ExpertObjective(path=objective.path, prediction=objective.prediction),
         BaseSpace.of_plan(plan),
+        architecture=plan.expert.architecture,
     )
 
 

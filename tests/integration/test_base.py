@@ -590,6 +590,10 @@ def test_student_is_a_base_where_all_of_its_teachers_agreed(first: Round, tmp_pa
     assert isinstance(source.origin, StudentBase)
     assert (source.origin.silos, source.num_images) == (("east", "north"), 64)
     assert not source.origin.trained_privately
+    # By these, a plan of experts with other heads is refused.
+    assert source.architecture == first.opened.plan.expert.architecture
+    north = expert_source(first.opened, "north", NOBODY)
+    assert north.architecture == first.opened.plan.expert.architecture
 
 
 def test_student_learned_from_the_base_of_a_plan_whose_experts_are_all_carried_over(

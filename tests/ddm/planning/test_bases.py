@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from ddm.errors import MissingFileError, SetupError, TensorFileError
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
-from ddm.planning.bases import BaseSpace, OpenedBase, check_licence, open_base
+from ddm.models.base_weights import BaseWeights
+from ddm.planning.bases import BaseSource, BaseSpace, OpenedBase, check_licence, open_base
 from ddm.protocol.architecture import (
+    Architecture,
     ClassCondition,
     Condition,
     Dit,
@@ -25,7 +27,7 @@ from ddm.protocol.architecture import (
 from ddm.protocol.base import File
 from ddm.protocol.bases import PERMISSIVE_LICENCES, FileBase, licence_misfit
 from ddm.protocol.latent import AutoencoderKlLatent, DiffusersKlLatent, IdentityLatent
-from ddm.protocol.learning import FullAdaptation
+from ddm.protocol.learning import ExpertObjective, FullAdaptation
 from tests.support.federation import recipe
 
 SHAPE = (1, 4, 4)
@@ -134,6 +136,72 @@ def test_file_is_opened_and_its_positions_span_what_it_knows(tmp_path: Path) -> 
     assert stated.changes == ("samples of 4 x 4 instead of 2 x 2",)
     placed = base.fit_positions(recipe(expert=EXPERT).expert, SHAPE).architecture
     assert isinstance(placed, Dit) and placed.position_grid == (1, 1)
+
+
+@pytest.mark.parametrize("stated", [[2, 2, 1], [2, 2, 2], [1, 3, 4], [1, 4, 4, 4]])
+def test_file_is_refused_when_the_stated_shape_has_other_channels_or_sides_than_its_samples(
+    tmp_path: Path, stated: list[int]
+) -> None:
+    """The fault: of a shape with the channels last follow other positions, and nothing is noticed."""
+    path = weights_file(tmp_path / "base.safetensors", (1, 2, 2))
+    with pytest.raises(SetupError) as caught:
+        opened({"kind": "file", "file": str(path), "licence": "MIT", "shape": stated})
+    assert caught.value.subject == "recipe, base.shape"
+    assert caught.value.got == str(stated)
+
+
+UNET = {
+    "kind": "unet",
+    "channels": [8, 16],
+    "attention": [False, True],
+    "num_res_blocks": 1,
+    "head_channels": 8,
+    "norm_groups": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("of_base", "field"),
+    [
+        (SIZES | {"heads": 4}, "heads"),
+        (UNET | {"head_channels": 16}, "head_channels"),
+        (UNET | {"norm_groups": 8}, "norm_groups"),
+        (UNET, "kind"),
+    ],
+)
+def test_base_of_another_architecture_is_refused_although_its_tensors_have_the_same_shapes(
+    tmp_path: Path, of_base: dict[str, Any], field: str
+) -> None:
+    """The fault: weights of two heads in a network of four compute another attention, and training starts from it."""
+    of_recipe = UNET if of_base["kind"] == "unet" and field != "kind" else SIZES
+    own: Architecture = TypeAdapter(Architecture).validate_python(of_base, strict=False)
+    training = TRAINING | {"learning_rate": 0.001}
+    released = recipe(
+        base={"kind": "release", "release": "release"},
+        expert={"architecture": of_recipe, "training": training},
+    )
+    weights = build_expert(own, SHAPE, seed=1).state_dict()
+    source = BaseSource(
+        BaseWeights(weights, SHAPE),
+        own.position_span(SHAPE),
+        FileBase(digest="0" * 64),
+        "MIT",
+        None,
+        ExpertObjective(),
+        space(),
+        architecture=own,
+    )
+    with pytest.raises(SetupError) as caught:
+        open_base(released, SHAPE, space(), source)
+    assert caught.value.subject == f"recipe, expert.architecture.{field}"
+    # The control: its own architecture, on another grid of positions.
+    expert = released.expert.model_copy(update={"architecture": own})
+    if isinstance(own, Dit):
+        placed = own.model_copy(update={"position_grid": (3, 3)})
+        expert = released.expert.model_copy(update={"architecture": placed})
+    of_same_network = released.model_copy(update={"expert": expert})
+    base = open_base(of_same_network, SHAPE, space(), source)
+    assert base is not None and base.changes == ()
 
 
 def test_folder_of_diffusers_is_opened_without_diffusers(tmp_path: Path) -> None:
