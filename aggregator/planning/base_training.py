@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -29,7 +29,15 @@ from ddm.planning.fit import divide, fit_latent
 from ddm.planning.networks import RecipeNetworks, autoencoder_digest, shape_after
 from ddm.planning.recipe import SharedRecipe, TrainedBaseRecipe
 from ddm.planning.trained_base import CARD_NAME, WEIGHTS_NAME, TrainedBaseCard, images_digest
-from ddm.protocol.architecture import ClassCondition, Condition, Mmdit, NoCondition, TextCondition
+from ddm.protocol.architecture import (
+    ClassCondition,
+    Condition,
+    Dit,
+    Mmdit,
+    NoCondition,
+    TextCondition,
+    Unet,
+)
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import PcaEncoderSpec
@@ -139,14 +147,24 @@ def read_base_images(
 def _condition(recipe: SharedRecipe, networks: RecipeNetworks) -> Condition:
     """Return what the base is conditioned on: the recipe's classes; texts are added when a plan starts from it."""
     if isinstance(networks.condition, TextCondition):
-        if isinstance(recipe.expert.architecture, Mmdit):
-            raise SetupError(
-                "recipe, expert.architecture",
-                expected="a dit or a unet: a base is trained without texts",
-                got="mmdit, which always reads one",
-                remedy="Start from a checkpoint of diffusers instead: base.kind diffusers.",
-            )
-        return NoCondition()
+        architecture = recipe.expert.architecture
+        match architecture:
+            case Mmdit():
+                reason = "mmdit, which always reads one"
+                remedy = 'Choose a dit, or start from a checkpoint of diffusers: base.kind = "diffusers".'
+            case Unet():
+                reason = "unet, to which no plan adds the layers that read one"
+                remedy = "Choose a dit."
+            case Dit():
+                return NoCondition()
+            case _:
+                assert_never(architecture)
+        raise SetupError(
+            "recipe, expert.architecture",
+            expected="a dit: a base is trained without texts, and only a dit learns to read them later",
+            got=reason,
+            remedy=remedy,
+        )
     if trained_base_of(recipe).unconditional:
         return NoCondition()
     return networks.condition
@@ -189,8 +207,9 @@ def train_base(
             return _finished_card(folder, recipe, plan, images)
         job = JobFolder(folder.absolute() / "job")
         if settings.jobs is not None:
-            # Machines of a cluster see this folder, and perhaps not the base's.
-            job = JobFolder(settings.jobs / plan.plan_id)
+            # Machines of a cluster see this folder, and perhaps not the base's. Bases of other recipes are beside it,
+            # which may learn the same images.
+            job = JobFolder(settings.jobs / f"base-{plan.digest[:16]}")
         result = train_job(
             TrainingTask(expert, inputs, images.digest),
             job,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,17 +10,21 @@ import tomli_w
 import torch
 
 from aggregator.intake.examination import public_images
-from aggregator.planning.base_training import BaseImages, train_base
+from aggregator.planning import base_training
+from aggregator.planning.base_training import BaseImages, read_base_images, train_base
 from aggregator.planning.recipe import Recipe
 from ddm.errors import SetupError
+from ddm.images.samples import ImageSet
 from ddm.io.tensors import load_tensors
 from ddm.planning.bases import BaseSpace, open_base
+from ddm.planning.networks import RecipeNetworks
 from ddm.planning.trained_base import TrainedBaseCard, images_digest
-from ddm.protocol.architecture import ClassCondition, NoCondition
+from ddm.protocol.architecture import ClassCondition, NoCondition, TextCondition
 from ddm.protocol.base import sha256_file
 from ddm.protocol.bases import TrainedBase
 from ddm.protocol.latent import IdentityLatent
 from ddm.training.config import TrainingSettings
+from ddm.training.job import JobFolder
 from ddm.training.progress import Progress
 from tests.support.commands import run_command
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
@@ -141,12 +145,81 @@ def test_plan_states_that_its_base_was_trained_on_public_images(tmp_path: Path) 
     assert experts.learning_rate == card.training.learning_rate / 2
 
 
+def test_trained_base_is_refused_for_experts_with_another_number_of_heads(tmp_path: Path) -> None:
+    """All tensors of the two networks have the same names and shapes."""
+    chosen = recipe(base=table(tmp_path / "base"))
+    train(chosen, base_images())
+    described = chosen.expert.model_dump(mode="json", exclude_none=True)
+    described["architecture"]["heads"] *= 2
+    described.pop("adaptation")
+    space = BaseSpace(IdentityLatent(), None, NoCondition(), (-1.0, 1.0))
+    with pytest.raises(SetupError) as caught:
+        open_base(recipe(base=table(tmp_path / "base"), expert=described), (1, 4, 4), space, None)
+    assert caught.value.subject == "recipe, expert.architecture.heads"
+
+
 @pytest.mark.slow
 def test_base_is_trained_by_two_processes_as_experts_are(tmp_path: Path) -> None:
     chosen = recipe(base=table(tmp_path / "base"))
     settings = TrainingSettings(device="cpu", processes=2)
     card = train(chosen, base_images(), settings=settings)
     assert card.steps == TRAINING["num_steps"]
+
+
+def test_jobs_of_two_bases_of_the_same_images_have_their_own_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: on a cluster, the second base would go on from the checkpoint of the first one."""
+    folders = []
+
+    def note_folder(task: object, job: JobFolder, *_: object, **__: object) -> None:
+        folders.append(job.path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(base_training, "train_job", note_folder)
+    jobs = tmp_path / "jobs"
+    launcher = "srun train {folder} {processes}"
+    settings = TrainingSettings(device="cpu", launcher=launcher, jobs=jobs)
+    longer = TRAINING | {"num_steps": 24}
+    for name, training in (("first", TRAINING), ("second", longer), ("first", TRAINING)):
+        chosen = recipe(base=table(tmp_path / name, training=training))
+        with pytest.raises(KeyboardInterrupt):
+            train(chosen, base_images(), settings=settings)
+    assert {folder.parent for folder in folders} == {jobs}
+    # The same base finds its own folder again.
+    assert folders[0] == folders[2] != folders[1]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {"kind": "mmdit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2},
+        {
+            "kind": "unet",
+            "channels": [8, 8],
+            "attention": [False, False],
+            "head_channels": 8,
+            "norm_groups": 4,
+        },
+    ],
+    ids=["mmdit", "unet"],
+)
+def test_base_for_texts_is_refused_before_images_are_read_unless_it_is_a_dit(
+    tmp_path: Path, architecture: dict[str, Any]
+) -> None:
+    """The fault: a unet was trained for hours, and no plan could add the layers that read a text."""
+    chosen = recipe(
+        condition={"kind": "text", "encoder": "clip", "max_tokens": 2},
+        expert={"architecture": architecture, "training": TRAINING | {"learning_rate": 0.001}},
+        base=table(tmp_path / "base", training=TRAINING | {"learning_rate": 0.001}),
+    )
+    networks = RecipeNetworks(TextCondition(dim=4, max_tokens=2), None, None, None)
+    unread = cast(ImageSet, None)
+    with pytest.raises(SetupError) as caught:
+        read_base_images(unread, chosen, networks)
+    assert caught.value.subject == "recipe, expert.architecture"
+    assert caught.value.got is not None and architecture["kind"] in caught.value.got
+    assert caught.value.remedy is not None and "Choose a dit" in caught.value.remedy
 
 
 def test_command_trains_a_base_with_classes_and_names_the_next_one(tmp_path: Path) -> None:
