@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ddm.errors import SetupError
-from ddm.planning.training import BASE_RATE_SHARE
+from ddm.planning.training import BASE_RATE_SHARE, usual_warmup_steps
 from ddm.protocol.base import File
 from ddm.protocol.bases import Base, SeedBase
 from ddm.protocol.learning import BASE_PATH, ExpertObjective, FullAdaptation, Training
@@ -83,18 +83,37 @@ def divide_budget(
         )
     smaller_steps = images_a_step // batch_size
     # Validated, and not copied with changes: numbers of steps and of images in a step have bounds.
+    num_steps_of_seed = seed_steps * smaller_steps
     seed = Training.model_validate(
         whole.model_dump()
         | {
-            "num_steps": seed_steps * smaller_steps,
+            "num_steps": num_steps_of_seed,
             "batch_size": batch_size,
             "learning_rate": whole.learning_rate / BASE_RATE_SHARE,
+            "warmup_steps": _warmup_of_part(whole, num_steps_of_seed),
         }
     )
+    num_steps_of_island = whole.num_steps - seed_steps
     island = Training.model_validate(
-        whole.model_dump() | {"num_steps": whole.num_steps - seed_steps}
+        whole.model_dump()
+        | {
+            "num_steps": num_steps_of_island,
+            "warmup_steps": _warmup_of_part(whole, num_steps_of_island),
+        }
     )
     return SeedBudget(seed, island)
+
+
+def _warmup_of_part(whole: Training, num_steps: int) -> int:
+    """Return the warm-up of a part with this number of steps: that of the whole would last longer than a short seed.
+
+    A recipe that names none has the usual one, and so does the part. One that a recipe states takes at most the share
+    of the part's steps that it takes of the whole.
+    """
+    if whole.warmup_steps == usual_warmup_steps(whole.num_steps):
+        return usual_warmup_steps(num_steps)
+    proportional_steps = whole.warmup_steps * num_steps // whole.num_steps
+    return min(whole.warmup_steps, proportional_steps)
 
 
 def plan_from_seed(seed_plan: Plan, training: Training, seed: TrainedSeed) -> Plan:

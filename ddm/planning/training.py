@@ -27,7 +27,8 @@ class TrainingRecipe(Training):
             start from a seed, it is the seed's, and theirs is half of it.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
         warmup_steps: steps over which the rate first rises from 0; the fall has begun by then. By default a twentieth
-            of the steps, and at most 100.
+            of the steps, and at most 100. Where islands start from a seed, seed and islands have this default for their
+            own steps, and a number that is stated takes at most the same share of their steps.
         weight_decay: AdamW's weight decay.
         precision: precision of the arithmetic; auto is bf16 where products in it are faster (GPUs, AMX,
             AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
@@ -74,9 +75,14 @@ class TrainingRecipe(Training):
         values["learning_rate"] = rate
         if self.warmup_steps is None:
             # A short run, as from a base, would otherwise end before it reaches its rate.
-            values["warmup_steps"] = min(MAX_WARMUP_STEPS, self.num_steps // WARMUP_DIVISOR)
+            values["warmup_steps"] = usual_warmup_steps(self.num_steps)
         values["ema_width"] = self.ema_width if self.averages else EMA_WIDTH
         return Training.model_construct(**values)
+
+
+def usual_warmup_steps(num_steps: int) -> int:
+    """Return the warm-up of a run whose recipe names none."""
+    return min(MAX_WARMUP_STEPS, num_steps // WARMUP_DIVISOR)
 
 
 def usual_rate(architecture: Architecture, table: str) -> float:

@@ -19,9 +19,12 @@ from ddm.islands.seed import divide_budget
 from ddm.loading.release import Release, open_release
 from ddm.models import expected_tensors, training_flops
 from ddm.planning.released_base import expert_source
+from ddm.planning.training import TrainingRecipe
+from ddm.protocol.architecture import Dit
 from ddm.protocol.bases import ExpertBase, SeedBase
 from ddm.protocol.learning import Training
 from ddm.protocol.plan import Plan
+from ddm.training.schedule import learning_rate
 from tests.support.case import case
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.islands import RECIPE, Owner, digits
@@ -86,6 +89,29 @@ def test_seed_and_islands_see_as_many_images_as_islands_without_a_seed(
     assert images_by_seed == share * num_islands * 1000 * 32
     # What the recipe gives is already the rate of a start from a base.
     assert (budget.seed.learning_rate, budget.island.learning_rate) == (0.002, 0.001)
+
+
+@pytest.mark.parametrize("batch_size", [None, 32])
+@pytest.mark.parametrize("warmup_steps", [None, 0, 100])
+def test_short_seed_and_its_islands_reach_their_learning_rate(
+    warmup_steps: int | None, batch_size: int | None
+) -> None:
+    """The fault: with the warm-up of all 1,000 steps, a seed of 50 steps had ended before it reached its rate."""
+    chosen = TrainingRecipe(
+        num_steps=1000, batch_size=32, learning_rate=0.001, warmup_steps=warmup_steps
+    )
+    whole = chosen.plain(Dit(patch=2, hidden=16, depth=1, heads=2))
+    budget = divide_budget(whole, 0.05, 8, batch_size)
+    for part in (budget.seed, budget.island):
+        highest = max(learning_rate(part, step) for step in range(part.num_steps))
+        assert highest > 0.9 * part.learning_rate
+        # As in a run of its own length.
+        expected = {
+            None: min(100, part.num_steps // 20),
+            0: 0,
+            100: part.num_steps // 10,
+        }
+        assert part.warmup_steps == expected[warmup_steps]
 
 
 def test_seed_whose_batches_do_not_divide_those_of_the_islands_is_refused(tmp_path: Path) -> None:
