@@ -108,6 +108,9 @@ def _earlier_silos_that_left(federation: Federation, plan: Plan) -> set[str]:
         if origin.root != federation.root_digest:
             continue
         round_before = read_signed_plan(federation, origin.plan_id)
+        # A student may have started from this plan's base, even where no teacher of it trained for this plan.
+        if isinstance(origin, StudentBase) and origin.plan_id not in visited_plans:
+            waiting_plans[origin.plan_id] = round_before
         # The origin's other silos taught in rounds before that one.
         for silo_id in set(origin.silos) & set(round_before.members):
             # An expert that was carried over was trained for an earlier plan.

@@ -305,6 +305,7 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
         )
 
     tensors = {}
+    notes = []
     for name in list(source.tensors):
         if name == "class_embedding.weight":
             continue
@@ -319,6 +320,9 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
         tensors["net.class_embedding.weight"] = torch.cat(
             [table_KD.mean(0, keepdim=True), table_KD]
         )
+        notes.append(
+            f"no class added, as the mean of its {len(table_KD)} classes: it never learned to answer without one"
+        )
     if not config.flip_sin_to_cos:
         name = "net.time_embed.0.weight"
         if name in tensors:
@@ -326,7 +330,7 @@ def _unet_weights(source: _Source, config: UnetConfig, architecture: Unet) -> Ba
             half = tensors[name].shape[1] // 2
             sines, cosines, rest = tensors[name].tensor_split((half, 2 * half), dim=1)
             tensors[name] = torch.cat([cosines, sines, rest], dim=1)
-    return BaseWeights(tensors, _unet_shape(config))
+    return BaseWeights(tensors, _unet_shape(config), tuple(notes))
 
 
 def _check_unet_blocks(config: UnetConfig, architecture: Unet) -> None:

@@ -16,6 +16,7 @@ from aggregator.intake.own_files import FederationFilesError
 from aggregator.intake.screening import absolute_faults
 from aggregator.keys.removal import remove_silo
 from aggregator.membership.withdrawal import withdraw_silo
+from aggregator.planning import released_base
 from aggregator.planning.released_base import (
     MAX_COMPARED_IMAGES,
     compare_experts,
@@ -615,6 +616,43 @@ def test_student_learned_from_the_base_of_a_plan_whose_experts_are_all_carried_o
     assert teachers_of(release, [carried_expert]) == (("east",), False)
     assert teachers_of(release, [carried_expert], by_student=True) == (("east", "north"), False)
     assert "north" in silos_without_consent(release, [carried_expert], {"north"}, by_student=True)
+
+
+def test_silo_that_left_is_known_by_way_of_a_student_of_a_round_without_own_experts(
+    first: Round, second: Round, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a student starts from the base of its round, in which that base's silo takes no part."""
+    tiny = first.tiny.copy(tmp_path / "tiny")
+    earlier = first.opened.plan
+    carried = CarriedSilo(
+        silo_id="east",
+        plan_id=earlier.plan_id,
+        plan_digest=earlier.digest,
+        submission_digest=first.opened.submissions["east"].digest,
+    )
+    # The second round starts from north's expert; west, which alone trains for it, never submits.
+    round_two = second.opened.plan.model_copy(update={"silos": ("west",), "carried": (carried,)})
+    student = StudentBase(
+        root=tiny.federation.root_digest,
+        plan_id=round_two.plan_id,
+        version=1,
+        manifest="0" * 64,
+        silos=("east", "north"),
+        digest="0" * 64,
+        trained_privately=False,
+        images="own_samples",
+    )
+    assert round_two.base is not None
+    base = round_two.base.model_copy(update={"origin": student})
+    round_three = round_two.model_copy(update={"plan_id": "digits-33333333", "base": base})
+    signed = {plan.plan_id: plan for plan in (earlier, round_two)}
+    monkeypatch.setattr(released_base, "read_signed_plan", lambda _, plan_id: signed[plan_id])
+    release = replace(second.opened, plan=round_three, submissions={}, earlier_plans={})
+    # The control.
+    assert silos_that_left(tiny.federation, release) == NOBODY
+    key = load_key(tiny.federation, "receipts", PASSPHRASE)
+    withdraw_silo(tiny.federation, "north", "a test", key)
+    assert silos_that_left(tiny.federation, release) == {"north"}
 
 
 @pytest.mark.parametrize(

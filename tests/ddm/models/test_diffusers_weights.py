@@ -394,6 +394,25 @@ def test_part_of_an_sd3_that_is_replaced_is_stated(
     assert any(part in note for note in notes)
 
 
+@torch.no_grad()
+def test_vector_of_no_class_that_a_unet_lacks_is_the_mean_of_its_classes_and_is_stated(
+    diffusers: Any,
+) -> None:
+    theirs: Any = made(diffusers.UNet2DModel, **UNET_SIZES, num_class_embeds=3)
+    layout, config = parse_config({**theirs.config, "_class_name": "UNet2DModel"})
+    weights = weights_of(layout, config, theirs.state_dict(), UNET)
+    # A plan with classes, and one without: the base then answers as for this vector.
+    for condition in (CLASSES, NoCondition()):
+        (note, *_) = fit_base(weights, UNET, SHAPE, condition).changes
+        assert note.startswith("no class added, as the mean of its 3 classes")
+    table_KD = weights.tensors["net.class_embedding.weight"]
+    torch.testing.assert_close(table_KD[0], theirs.class_embedding.weight.mean(0))
+    # The control: there is nothing to state of one without classes.
+    theirs = made(diffusers.UNet2DModel, **UNET_SIZES)
+    layout, config = parse_config({**theirs.config, "_class_name": "UNet2DModel"})
+    assert weights_of(layout, config, theirs.state_dict(), UNET).notes == ()
+
+
 def test_one_head_per_level_is_converted_when_the_levels_with_attention_have_one_width(
     diffusers: Any,
 ) -> None:
