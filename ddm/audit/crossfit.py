@@ -1,7 +1,13 @@
 """Chooses or combines attacks on some units and measures the choice on the others.
 
 The best of many attacks looks good by chance alone. A choice that never saw the units on which it is measured does not:
-if the expert learned neither side, the area under its ROC curve is 1/2 up to the interval of a single attack.
+if the expert learned neither side, the expected area under its ROC curve is 1/2.
+
+The interval of that area is the one of a single attack, and for a choice it is too short: folds choose differently, and
+each unit has a part in the choices of the others. In 200 simulated runs of 15 independent attacks that know nothing, on
+100 units of either side, the 95% interval of the strongest attack contained 1/2 in 85% of the runs, and that of the
+combination in 84%; on 300 units, in 80% and 81% (tests/ddm/audit/test_crossfit.py repeats a part of it). Attacks on one
+expert resemble each other, so that less is left to choose.
 """
 
 # Shape legend: M units trained on, N units held out, U units of either side, A attacks.
@@ -19,8 +25,10 @@ MIN_UNITS = 2 * NUM_FOLDS
 FitDirection = Callable[[Tensor, Tensor], Tensor]
 """From standardised scores of members (M, A) and of units held out (N, A) to a weight for each attack (A,)."""
 
-# Scores are cut at this many deviations: one extreme image must not decide how attacks are weighted.
+# Beyond this many deviations a score counts no more for the weights, and grows by its logarithm alone where units are
+# scored: one extreme image must not decide how attacks are weighted, nor one attack the sum.
 _MAX_DEVIATIONS = 8.0
+_MAX_FLOAT = torch.finfo(torch.float64).max
 # Half the distance between these quantiles is a standard deviation where scores are normal.
 _QUANTILES = torch.tensor([0.16, 0.84], dtype=torch.float64)
 _SHRINKAGE = 0.3
@@ -103,9 +111,24 @@ class _Scale:
         self._spread_A = torch.where(high_A > low_A, half_width_A, 1.0)
 
     def standardise(self, score_UA: Tensor) -> Tensor:
-        """Return the scores in deviations from the centre, cut at `_MAX_DEVIATIONS`."""
+        """Return the scores in deviations from the centre."""
         deviation_UA = (score_UA - self._centre_A) / self._spread_A
-        return deviation_UA.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS)
+        # An infinite one would make a sum undefined in which the attack has a weight of 0.
+        return deviation_UA.clamp(-_MAX_FLOAT, _MAX_FLOAT)
+
+
+def _cut(deviation_UA: Tensor) -> Tensor:
+    """Cut deviations at `_MAX_DEVIATIONS`."""
+    return deviation_UA.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS)
+
+
+def _squash(deviation_UA: Tensor) -> Tensor:
+    """Let deviations beyond `_MAX_DEVIATIONS` grow by the logarithm alone.
+
+    Their order stays. Cut, they would be equal, and a threshold among them would recognise no member.
+    """
+    excess_UA = (deviation_UA.abs() - _MAX_DEVIATIONS).clamp(min=0.0)
+    return _cut(deviation_UA) + deviation_UA.sign() * excess_UA.log1p()
 
 
 @dataclass(frozen=True)
@@ -133,12 +156,12 @@ class _AttackRule:
         scale = _Scale(other_NA)
         standard_member_MA = scale.standardise(member_MA)
         standard_other_NA = scale.standardise(other_NA)
-        weight_A = fit_direction(standard_member_MA, standard_other_NA)
-        sum_N = standard_other_NA @ weight_A
+        weight_A = fit_direction(_cut(standard_member_MA), _cut(standard_other_NA))
+        sum_N = _squash(standard_other_NA) @ weight_A
         return cls(scale, weight_A, sum_scale=_Scale(sum_N[:, None]))
 
     def scores(self, score_UA: Tensor) -> Tensor:
         """Return one score of each unit, shape (U,), in deviations, so that those of several rules compare."""
-        sum_U = self.scale.standardise(score_UA) @ self.weight_A
+        sum_U = _squash(self.scale.standardise(score_UA)) @ self.weight_A
         standard_U1 = self.sum_scale.standardise(sum_U[:, None])
         return standard_U1[:, 0]
