@@ -109,7 +109,8 @@ DOORS = {
     "flwr": {
         *("ddm/transport/flower.py", "silo/client_app.py", "aggregator/server_app.py"),
         *("ddm/transport/superexec.py", "silo/courier/node.py", "aggregator/runtime/superlink.py"),
-        *("ddm/transport/flower_log.py", "silo/courier/connection.py"),
+        *("ddm/transport/flower_log.py", "ddm/transport/clientapp.py"),
+        "silo/courier/connection.py",
     },
     "tuf": {"ddm/trust/"},
     "securesystemslib": {"ddm/trust/"},

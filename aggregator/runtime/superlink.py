@@ -9,7 +9,7 @@ authenticates by their nodes' keys, are answered regardless of who sends them. W
 to a message that was sent to it.
 """
 
-import itertools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -17,22 +17,21 @@ from types import ModuleType
 from typing import Any
 
 from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
-from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.fleet import fleet_handlers
 from starlette.middleware import Middleware
 
 from ddm.errors import SetupError
+from ddm.transport.flower import has_few_objects
 from ddm.transport.flower_log import keep_lines_plain
 from ddm.transport.own_user import OwnUserMiddleware
 
 # The paths that nginx lets through.
 FLEET = r"/v1/fleet/[a-z-]{1,40}"
-# A reply of ours has four records and a chunk for every 5 MiB of at most 160 MiB.
-MAX_OBJECTS = 64
+# More than the silos of a federation get requests while one of these may still be answered.
+_MAX_REMEMBERED = 100_000
 
 
 def require_name(owner: ModuleType, name: str) -> None:
@@ -53,20 +52,31 @@ def require_name(owner: ModuleType, name: str) -> None:
 def take_replies_only(push: Callable[..., Any]) -> Callable[..., Any]:
     """Let a node push its own replies, and nothing else.
 
-    The attacks: a node fills the disk with messages that nobody asked for, or sends another silo a message as if the
-    SuperLink had. Flower itself then compares a reply with the message that it answers.
+    The attacks: a node fills the disk with messages that nobody asked for, or with the same reply again after it was
+    fetched, or sends another silo a message as if the SuperLink had. Flower itself then compares a reply with the
+    message that it answers.
     """
+    # Of replies that were stored; an ordered set.
+    answered: dict[str, None] = {}
 
     def push_checked(request: PushMessagesRequest, state: object) -> PushMessagesResponse:
-        if not _is_own_reply(request):
+        if not _is_own_reply(request) or _answered_id(request) in answered:
             raise FlowerError(
                 ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED,
-                f"SuperNode {request.node.node_id} pushed something else than one reply of its own",
+                f"SuperNode {request.node.node_id} pushed something else than one new reply of its own",
             )
         answer: PushMessagesResponse = push(request, state)
+        if answer.objects_to_push:
+            answered[_answered_id(request)] = None
+            if len(answered) > _MAX_REMEMBERED:
+                del answered[next(iter(answered))]
         return answer
 
     return push_checked
+
+
+def _answered_id(request: PushMessagesRequest) -> str:
+    return str(request.messages_list[0].metadata.reply_to_message_id)
 
 
 def _is_own_reply(request: PushMessagesRequest) -> bool:
@@ -78,14 +88,10 @@ def _is_own_reply(request: PushMessagesRequest) -> bool:
         metadata.src_node_id == request.node.node_id
         and metadata.reply_to_message_id != ""
         and metadata.message_id == tree.object_id
-        and _has_few_objects(tree)
+        and has_few_objects(tree)
+        # How long an application took: Flower adds it up.
+        and all(0 <= runtime_s < math.inf for runtime_s in request.clientapp_runtime_list)
     )
-
-
-def _has_few_objects(tree: ObjectTree) -> bool:
-    """Whether a tree has at most `MAX_OBJECTS` objects; counts no further."""
-    num_objects = sum(1 for _ in itertools.islice(iterate_object_tree(tree), MAX_OBJECTS + 1))
-    return num_objects <= MAX_OBJECTS
 
 
 def close_port() -> None:

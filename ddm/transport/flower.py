@@ -9,10 +9,13 @@ what another one is about to be sent, with other parts, so that the SuperLink re
 the bytes are masked as well, makes these names unpredictable.
 """
 
+import itertools
 import secrets
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from pydantic import TypeAdapter, ValidationError
 
 from ddm.errors import DocumentError
@@ -38,6 +41,15 @@ _BYTES = "bytes"
 _SALT = "salt"
 _SALT_BYTES = 16
 _TILE_BYTES = 4096  # masked at a time
+# A message of ours has five records and a chunk for every 5 MiB of at most 160 MiB.
+MAX_OBJECTS = 64
+
+
+def has_few_objects(tree: ObjectTree) -> bool:
+    """Whether Flower's tree of a message has no more objects than one of ours can have; counts no further."""
+    return (
+        sum(1 for _ in itertools.islice(iterate_object_tree(tree), MAX_OBJECTS + 1)) <= MAX_OBJECTS
+    )
 
 
 def encode(envelope: Envelope[Request | Reply]) -> RecordDict:

@@ -19,7 +19,13 @@ def keep_lines_plain() -> None:
 
 
 def _escape_message(record: logging.LogRecord) -> bool:
-    record.msg = escape_control(record.getMessage(), one_line=True)
+    text = record.getMessage()
+    if record.exc_info:
+        # An exception's text may quote what was received.
+        text += "\n" + logging.Formatter().formatException(record.exc_info)
+    record.msg = escape_control(text, one_line=True)
     # They are in the message now.
     record.args = ()
+    record.exc_info = None
+    record.exc_text = None
     return True

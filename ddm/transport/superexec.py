@@ -86,6 +86,14 @@ def take_tasks(
         time.sleep(poll_s)
 
 
+def program_of(kind: str) -> list[str]:
+    """Return the command of the program that carries out tasks of a kind."""
+    if kind == CLIENT_APP:
+        # Flower's own, with a log in which received texts are plain.
+        return [sys.executable, "-P", "-m", "ddm.transport.clientapp"]
+    return [str(program(kind))]
+
+
 def start_task(
     kind: str,
     address: str,
@@ -98,7 +106,7 @@ def start_task(
         token_file.flush()
         # The program shares the position of the descriptor, and reads from there.
         token_file.seek(0)
-        command = [str(program(kind))]
+        command = program_of(kind)
         command += ["--runtime-api-address", address]
         command += ["--root-certificates", str(ca_path)]
         command += ["--token-file", f"/dev/fd/{token_file.fileno()}"]

@@ -16,13 +16,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from flwr.app import Error, Message
+from flwr.app import Error, Message, MessageType
 from flwr.app.message.message import make_message
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.protobuf.client import ProtobufClient
 from flwr.supercore.run import Run
+
+from ddm.transport.flower import has_few_objects
 
 _PUBLISHER = "archipelago"
 _NAME = "courier"
@@ -41,7 +43,8 @@ publisher = "{_PUBLISHER}"
 serverapp = "none:app"
 clientapp = "silo.client_app:app"
 """
-# Identifiers and kinds, as Flower makes them.
+# As Flower makes them.
+_OBJECT_ID = re.compile(r"[0-9a-f]{64}")
 _PLAIN = re.compile(r"[\w.:-]{0,128}", re.ASCII)
 _log = logging.getLogger("flwr")
 
@@ -91,9 +94,9 @@ def guard_connection(connect: Callable[..., Any]) -> Callable[..., Any]:
 
             def receive_plain() -> tuple[Message, ObjectTree] | None:
                 received: tuple[Message, ObjectTree] | None = receive()
-                if received is None or _is_plain(received[0]):
+                if received is None or _is_plain(*received):
                     return received
-                _log.error("A message whose identifiers are not plain text was left unanswered.")
+                _log.error("A message of another form than a request's was left unanswered.")
                 return None
 
             def send_without_reason(
@@ -123,15 +126,20 @@ def guard_connection(connect: Callable[..., Any]) -> Callable[..., Any]:
     return connect_guarded
 
 
-def _is_plain(message: Message) -> bool:
+def _is_plain(message: Message, tree: ObjectTree) -> bool:
+    """Whether a message is a request with plain identifiers, and its objects are few and all its own.
+
+    Flower waits for ever for the answer to a message that it cannot put together.
+    """
     metadata = message.metadata
-    texts = (
-        metadata.message_id,
-        metadata.group_id,
-        metadata.message_type,
-        metadata.reply_to_message_id,
+    return (
+        _OBJECT_ID.fullmatch(metadata.message_id) is not None
+        and metadata.message_id == tree.object_id
+        and _PLAIN.fullmatch(metadata.group_id) is not None
+        and metadata.message_type == MessageType.QUERY
+        and metadata.reply_to_message_id == ""
+        and has_few_objects(tree)
     )
-    return all(_PLAIN.fullmatch(text) for text in texts)
 
 
 def _without_reason(message: Message) -> Message:
@@ -139,6 +147,22 @@ def _without_reason(message: Message) -> Message:
     bare = make_message(copy.deepcopy(message.metadata), error=Error(message.error.code))
     bare.metadata.__dict__["_message_id"] = bare.object_id
     return bare
+
+
+def keep_beating(beat: Callable[[], bool]) -> Callable[[], bool]:
+    """Let a heartbeat that fails, however it fails, count as missed, so that Flower tries again.
+
+    Flower otherwise ends the thread that sends them, and the SuperLink counts the node as away from then on.
+    """
+
+    def beat_or_miss() -> bool:
+        try:
+            return beat()
+        except Exception as error:
+            _log.warning("a heartbeat failed: %s", type(error).__name__)
+            return False
+
+    return beat_or_miss
 
 
 def close_clients(start: Callable[..., None]) -> Callable[..., None]:

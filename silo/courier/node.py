@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 from flwr.supercore.protobuf.client import ProtobufClient
+from flwr.supernode import fleet_http_connection
 from flwr.supernode import main as api
 from flwr.supernode import start_client_internal as node
 from flwr.supernode.cli.flower_supernode import flower_supernode
@@ -35,7 +36,7 @@ from ddm.io.files import write_atomic
 from ddm.transport.flower_log import keep_lines_plain
 from ddm.transport.own_user import OwnUserMiddleware
 from ddm.transport.superexec import CLIENT_APP, superexec_command
-from silo.courier.connection import close_clients, guard_connection
+from silo.courier.connection import close_clients, guard_connection, keep_beating
 
 HOST = "127.0.0.1"
 # A SuperNode runs for weeks, and a clock may be set meanwhile.
@@ -161,6 +162,8 @@ def main(folder: Path, port: int, arguments: list[str]) -> None:
     replace(api, "create_app", close_port(api.create_app))
     replace(node, "http_request_response", guard_connection(node.http_request_response))
     replace(ProtobufClient, "__init__", close_clients(ProtobufClient.__init__))
+    sender = fleet_http_connection.HeartbeatSender
+    replace(fleet_http_connection, "HeartbeatSender", lambda beat: sender(keep_beating(beat)))
     address = f"{HOST}:{port}"
     command = superexec_command(address, files.certificate, files.secret, CLIENT_APP)
     # With `--isolation process`, Flower starts no application itself: this program does, and waits for its SuperNode.

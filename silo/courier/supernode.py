@@ -7,6 +7,7 @@ therefore signs a killed one off before it starts the next, and where that fails
 
 On a machine that was very busy for a moment, a SuperNode answers a message twice, first with an error. From then on it
 sends with every message the answer to the one before, which comes too late. It never recovers, and is started again.
+So is one whose program ended without an answer, since it would wait for this answer for ever.
 """
 
 import math
@@ -40,10 +41,14 @@ _MAX_DELAY_S = 10.0
 _SETTLED_S = 30.0
 _CHECK_EVERY_S = 2.0
 _SIGN_OFF_S = 15.0
-_NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
+_VAIN_S = 30.0
+# At the beginning of a line: other lines may quote what was received.
+_NODE_ID = re.compile(r"^INFO +: +SuperNode ID: ([0-9]{1,20})$", re.MULTILINE)
 UNREACHABLE = "the aggregator cannot be reached"
 REFUSED = "the connection to the aggregator was refused; courier/flwr/supernode.log says why"
-_STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
+_STEP = re.compile(
+    r"^INFO +: +(?:(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`)", re.MULTILINE
+)
 _PROBLEMS = {
     "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
     "it still regards an earlier connection as alive (for a minute at most)",
@@ -89,7 +94,7 @@ def make_node_key(path: Path) -> str:
 
 def answers_late(log: str) -> bool:
     """Whether a SuperNode, by its log, sent its last answer before anything was started that could have made it."""
-    steps = [match[1] or match[2] for match in _STEP.finditer(log)]
+    steps = _steps(log)
     # What follows the last answer is a message that is being answered now.
     while steps and steps[-1] != "Sending":
         steps.pop()
@@ -97,6 +102,15 @@ def answers_late(log: str) -> bool:
         return False
     after_last_message = len(steps) - steps[::-1].index("Receiving")
     return "Start" not in steps[after_last_message:]
+
+
+def last_started(log: str) -> bool:
+    """Whether the last thing that a SuperNode's log tells is the start of a program that makes an answer."""
+    return _steps(log)[-1:] == ["Start"]
+
+
+def _steps(log: str) -> list[str]:
+    return [match[1] or match[2] for match in _STEP.finditer(log)]
 
 
 def latest_problem(log: str) -> str | None:
@@ -152,6 +166,8 @@ class Courier:
         )
         self._supervisor = Supervisor([node])
         self._wrong_clock: str | None = None
+        # Since when the program that makes an answer is gone, and no answer there.
+        self._vain_since: float | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "Courier":
@@ -217,6 +233,7 @@ class Courier:
             # Flower ends without a message when the aggregator finds its signature too old or too new.
             self._wrong_clock = describe(seconds_ahead(self._address))
         self._sign_off()
+        self._vain_since = None
         home = self._courier / "flwr"
         local_folder = home / "local"
         command = [*script_command(_PROGRAM), str(local_folder), str(free_port())]
@@ -245,8 +262,16 @@ class Courier:
         if time.monotonic() - node.started_at <= _SETTLED_S:
             return True
         self._wrong_clock = None
+        log = node.log_tail()
+        num_descendants = node.num_descendants()
+        if not (num_descendants == 1 and last_started(log)):
+            self._vain_since = None
+        elif self._vain_since is None:
+            self._vain_since = time.monotonic()
+        elif time.monotonic() - self._vain_since > _VAIN_S:
+            return False
         # Without the program that takes its tasks, it would hold every message for ever.
-        return node.num_descendants() != 0 and not answers_late(node.log_tail())
+        return num_descendants != 0 and not answers_late(log)
 
     def stop(self) -> None:
         """End the SuperNode and all it started, within a few seconds; safe to call twice."""

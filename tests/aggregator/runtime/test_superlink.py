@@ -1,5 +1,6 @@
 """What a node may push to the SuperLink: its own replies. Flower's own state and handlers, behind our check."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ from flwr.superlink.servicer.fleet import fleet_handlers
 
 from aggregator.runtime import superlink
 from ddm.errors import SetupError
+from ddm.transport.flower import MAX_OBJECTS
 from tests.support.errors import has_subject
 
 # Flower's own use of Alembic.
@@ -38,11 +40,11 @@ class World:
     run_id: int
     north: int
     south: int
+    checked: Callable[..., Any]
 
     def push(self, request: PushMessagesRequest) -> list[str]:
         """Push as a node does; returns the objects that the SuperLink wants to have."""
-        push = superlink.take_replies_only(fleet_handlers.push_messages)
-        return list(push(request, self.state).objects_to_push)
+        return list(self.checked(request, self.state).objects_to_push)
 
     def ask(self, node_id: int) -> Message:
         """Send a node a message in the SuperLink's own way."""
@@ -95,7 +97,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     (run,) = state.get_run_info(run_ids=[run_id])
     assert state.claim_task(run.primary_task_id)
     assert state.activate_task(run.primary_task_id)
-    return World(state, run_id, *nodes)
+    checked = superlink.take_replies_only(fleet_handlers.push_messages)
+    return World(state, run_id, nodes[0], nodes[1], checked)
 
 
 def pushed(node_id: int, message: Message, tree: ObjectTree | None = None) -> PushMessagesRequest:
@@ -110,6 +113,25 @@ def test_reply_to_what_the_superlink_asked_is_taken(world: World) -> None:
     asked = world.ask(world.north)
     reply = world.message(world.north, SUPERLINK, asked.metadata.message_id)
     assert reply.object_id in world.push(pushed(world.north, reply))
+
+
+def test_reply_is_taken_once(world: World) -> None:
+    """The attack: push it again after it was fetched, so that its objects stay on the disk."""
+    asked = world.ask(world.north)
+    reply = world.message(world.north, SUPERLINK, asked.metadata.message_id)
+    world.push(pushed(world.north, reply))
+    with pytest.raises(FlowerError):
+        world.push(pushed(world.north, reply))
+
+
+@pytest.mark.parametrize("runtime_s", [float("inf"), float("-inf"), float("nan"), -1.0])
+def test_time_that_no_application_takes_is_refused(world: World, runtime_s: float) -> None:
+    asked = world.ask(world.north)
+    reply = world.message(world.north, SUPERLINK, asked.metadata.message_id)
+    request = pushed(world.north, reply)
+    request.clientapp_runtime_list.append(runtime_s)
+    with pytest.raises(FlowerError):
+        world.push(request)
 
 
 def test_message_that_nobody_asked_for_is_refused(world: World) -> None:
@@ -134,7 +156,7 @@ def test_reply_in_the_name_of_another_node_is_refused(world: World) -> None:
 def test_reply_that_announces_other_or_too_many_objects_is_refused(world: World) -> None:
     asked = world.ask(world.north)
     reply = world.message(world.north, SUPERLINK, asked.metadata.message_id)
-    leaves = [ObjectTree(object_id=f"{number:064x}") for number in range(superlink.MAX_OBJECTS)]
+    leaves = [ObjectTree(object_id=f"{number:064x}") for number in range(MAX_OBJECTS)]
     too_many = ObjectTree(object_id=reply.object_id, children=leaves)
     another = ObjectTree(object_id="0" * 64)
     for tree in (too_many, another):
@@ -146,7 +168,7 @@ def test_reply_that_announces_other_or_too_many_objects_is_refused(world: World)
         with pytest.raises(FlowerError):
             world.push(request)
     most = ObjectTree(object_id=reply.object_id, children=leaves[1:])
-    assert len(world.push(pushed(world.north, reply, most))) == superlink.MAX_OBJECTS
+    assert len(world.push(pushed(world.north, reply, most))) == MAX_OBJECTS
 
 
 def test_flower_s_own_names_are_there_and_a_version_without_them_is_refused() -> None:

@@ -27,7 +27,7 @@ def test_program_reads_its_token_from_a_descriptor_and_its_command_line_holds_no
     script = tmp_path / "flwr-clientapp"
     script.write_text(f"#!{sys.executable}\n{PROGRAM}")
     script.chmod(0o700)
-    monkeypatch.setattr(superexec, "program", lambda name: tmp_path / name)
+    monkeypatch.setattr(superexec, "program_of", lambda kind: [str(script)])
     with superexec.start_task(
         superexec.CLIENT_APP, "127.0.0.1:1", tmp_path / "ca.pem", TOKEN
     ) as process:

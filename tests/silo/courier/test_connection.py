@@ -52,6 +52,7 @@ class SuperLink:
 
     def __init__(self, received: Message | None = None) -> None:
         self.received = received
+        self.tree = ObjectTree(object_id="a" * 64)
         self.sent: list[Message] = []
         self.pushed: dict[str, bytes] = {}
 
@@ -59,7 +60,7 @@ class SuperLink:
     def connect(self) -> Iterator[tuple[object, ...]]:
         yield (
             42,
-            lambda: self.received and (self.received, ObjectTree()),
+            lambda: self.received and (self.received, self.tree),
             self._send,
             self._describe_run,
             lambda digest, run_id: Fab(digest, b"code of the SuperLink", {}),
@@ -152,6 +153,53 @@ def test_message_whose_identifiers_are_not_plain_is_left_unanswered(
         assert (receive() is not None) == is_taken
     with guarded(SuperLink()) as (_, receive, *_):
         assert receive() is None
+
+
+def with_metadata(**changes: str) -> Message:
+    received = message()
+    for name, value in changes.items():
+        received.metadata.__dict__[f"_{name}"] = value
+    return received
+
+
+@pytest.mark.parametrize(
+    "received",
+    [
+        with_metadata(message_id=""),
+        with_metadata(message_id="b" * 64),
+        with_metadata(message_type="train"),
+        with_metadata(message_type="x\nReceiving: a message"),
+        with_metadata(reply_to_message_id="c" * 64),
+    ],
+)
+def test_message_that_flower_could_not_put_together_is_left_unanswered(received: Message) -> None:
+    """Flower would wait for ever for the answer of a program that never learned what to answer."""
+    with guarded(SuperLink(received)) as (_, receive, *_):
+        assert receive() is None
+
+
+@pytest.mark.parametrize(("num_objects", "is_taken"), [(64, True), (65, False)])
+def test_message_of_many_objects_is_left_unanswered(num_objects: int, *, is_taken: bool) -> None:
+    superlink = SuperLink(message())
+    children = [ObjectTree(object_id=f"{number:064x}") for number in range(num_objects - 1)]
+    superlink.tree = ObjectTree(object_id="a" * 64, children=children)
+    with guarded(superlink) as (_, receive, *_):
+        assert (receive() is not None) == is_taken
+
+
+def test_heartbeat_that_fails_in_whatever_way_is_sent_again() -> None:
+    answers: Iterator[bool | Exception] = iter(
+        [RuntimeError("not recognised"), ValueError("no protobuf"), True]
+    )
+
+    def beat() -> bool:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    beats = connection.keep_beating(beat)
+    assert [beats(), beats(), beats()] == [False, False, True]
 
 
 @contextmanager

@@ -19,7 +19,13 @@ from ddm.system.process_table import descendants
 from silo.courier import supernode
 from silo.courier.handlers import SiteLimits
 from silo.courier.node import make_certificate
-from silo.courier.supernode import Courier, answers_late, latest_problem, make_node_key
+from silo.courier.supernode import (
+    Courier,
+    answers_late,
+    last_started,
+    latest_problem,
+    make_node_key,
+)
 from tests.support.errors import has_subject
 from tests.support.processes import is_running
 from tests.support.waiting import wait_until
@@ -83,10 +89,22 @@ def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_
         assert answers_late(log) is late, (log, late)
 
 
+QUOTED = "ERROR :     Failed to receive message 5da3: Receiving: query message (ID: 5da3)\n"
+
+
+def test_line_that_quotes_another_one_is_no_step():
+    log = RECEIVED + STARTED + SENT + QUOTED + SENT
+    assert not answers_late(log)
+    assert last_started(RECEIVED + STARTED + QUOTED)
+    assert not last_started(RECEIVED + STARTED + SENT)
+    assert not last_started(RECEIVED + QUOTED)
+    assert not last_started("")
+
+
 SUPERNODE = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("SuperNode ID: 42", flush=True)
+print("INFO :      SuperNode ID: 42", flush=True)
 time.sleep(600)
 """
 
@@ -180,6 +198,21 @@ def test_supernode_is_replaced_when_it_waits_for_a_helper_that_died(courier, mon
         check_until(kept, lambda: time.monotonic() > over)
         assert kept.info()["num_restarts"] == 0 and descendants_of(kept) == process_ids
         os.kill(pid, signal.SIGKILL)
+        check_until(kept, lambda: kept.info()["num_restarts"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
+def test_supernode_is_replaced_when_the_program_that_answers_ends_without_an_answer(
+    courier, monkeypatch
+):
+    """The attack: a message that cannot be put together, for whose answer Flower waits for ever."""
+    monkeypatch.setattr(supernode, "_CHECK_EVERY_S", 0.2)
+    monkeypatch.setattr(supernode, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(supernode, "_VAIN_S", 1.0)
+    monkeypatch.setattr(Courier, "_sign_off", lambda self: None)
+    vain = SUPERNODE.replace("SuperNode ID: 42", "Start `flwr-clientapp` process")
+    monkeypatch.setattr(sys.modules[__name__], "SUPERNODE", vain)
+    with courier() as kept:
         check_until(kept, lambda: kept.info()["num_restarts"])
 
 
