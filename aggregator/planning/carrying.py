@@ -20,7 +20,11 @@ from ddm.errors import PolicyError, SetupError
 from ddm.io.files import link_or_copy
 from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import PublicImages, PublicParts, write_base
-from ddm.planning.networks import RecipeNetworks
+from ddm.planning.networks import (
+    RecipeNetworks,
+    recipe_autoencoder_digest,
+    recipe_encoder_digest,
+)
 from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, TimmRecipe
 from ddm.protocol.base import sha256_file
 from ddm.protocol.carried import CarriedSilo
@@ -251,12 +255,17 @@ def _compared_fields(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Any, Any
             yield "encoder.model", encoder.model, recipe.encoder.model
             image_size = recipe.encoder.image_size or encoder.image_size
             yield "encoder.image_size", encoder.image_size, image_size
+            # Of the same network with other weights, an image has other features.
+            digest_in_plan = plan.file(encoder.path).digest
+            yield "encoder.weights, digest", digest_in_plan, recipe_encoder_digest(recipe)
 
     # Experts of other latents would draw noise: sizes and factors must all be the same.
     yield "latent.kind", plan.latent.kind, recipe.latent.kind
     if isinstance(plan.latent, AutoencoderKlLatent) and isinstance(recipe.latent, AutoencoderSize):
         for name in AutoencoderSize.model_fields:
             yield f"latent.{name}", getattr(plan.latent, name), getattr(recipe.latent, name)
+        digest_in_plan = plan.file(plan.latent.path).digest
+        yield "latent.weights, digest", digest_in_plan, recipe_autoencoder_digest(recipe)
     if isinstance(plan.latent, DiffusersKlLatent) and isinstance(recipe.latent, DiffusersKlRecipe):
         # takes seconds, and most recipes do without
         from ddm.encoders.public_autoencoder import describe

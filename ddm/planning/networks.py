@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import assert_never
 
 import torch
+from torch import Tensor
 
 from ddm.encoders import Encoder
 from ddm.encoders.autoencoder import AutoencoderKl, open_published, open_weights
@@ -154,12 +155,38 @@ def autoencoder_digest(
         case PublishedAutoencoder():
             return autoencoder.digest
         case OwnAutoencoder():
-            with tempfile.TemporaryDirectory() as scratch:
-                path = Path(scratch) / "autoencoder.safetensors"
-                save_tensors(path, autoencoder.network.tensors())
-                return sha256_file(path)
+            return _digest_in_plan(autoencoder.network.tensors())
         case _:
             assert_never(autoencoder)
+
+
+def recipe_autoencoder_digest(recipe: SharedRecipe) -> str | None:
+    """Return sha256 of the weights of a recipe's autoencoder as a plan has them; None where it names none.
+
+    Raises:
+        MissingFileError, SetupError, TensorFileError: see `open_networks`.
+    """
+    return autoencoder_digest(_open_autoencoder(recipe))
+
+
+def recipe_encoder_digest(recipe: SharedRecipe) -> str | None:
+    """Return sha256 of the weights of a recipe's encoder as a plan has them; None where a plan fits it.
+
+    Raises:
+        MissingFileError, SetupError, TensorFileError: see `open_networks`.
+    """
+    encoder = _open_encoder(recipe)
+    if encoder is None:
+        return None
+    return _digest_in_plan(encoder.network.tensors())
+
+
+def _digest_in_plan(tensors: dict[str, Tensor]) -> str:
+    """Return sha256 of the file that a plan has of these tensors."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "weights.safetensors"
+        save_tensors(path, tensors)
+        return sha256_file(path)
 
 
 def shape_after(
