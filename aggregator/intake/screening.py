@@ -105,7 +105,8 @@ class ExpertFigures(Model):
         expert_id: the expert.
         digest: the digest of its file.
         losses: velocity loss of each public image in each band, mean over its values.
-        excess_rms: the largest excess of a weight tensor's root mean square over that of a fresh one.
+        excess_rms: the largest excess of a weight tensor's root mean square over that of a fresh one or of the
+            expert that it started from, whichever is larger.
         excess_tensor: the name of that tensor.
         answers: errors of its answers at secret places, the same for every expert.
         worst: its largest loss at a single time, against the limit there.
@@ -385,7 +386,7 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
         by_silo: the figures of all present experts.
 
     Returns:
-        Faults by silo; empty with fewer than `NUM_FEWEST` experts.
+        Faults by silo; empty with fewer than `MIN_EXPERTS` experts.
     """
     experts = []
     for silo_id, figures_of_silo in by_silo.items():

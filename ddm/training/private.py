@@ -5,7 +5,7 @@ draws, is computed alone, clipped in float32 and rounded to a grid, so that the 
 order, and does not depend on how many processes share it. Noise is added once, as whole steps of the same grid: the sum
 is the Gaussian mechanism, rounded. What follows of it, AdamW, the averages, the weights that leave, costs nothing more.
 
-What could depend on one unit's images otherwise, does not: the mean is taken over the expected number of units, what is
+What could depend on one unit's images otherwise, does not: the sum is divided by the plan's `units_per_step`, what is
 not finite counts as 0, and nothing about a unit's draws, its gradient or the process that computes it depends on the
 others.
 """
@@ -234,7 +234,8 @@ class PrivateSteps:
             source = SecretStream(private.secret, "noise", state.step)
             for start, noise in noise_of(len(flat_P), std, source):
                 flat_P[start : start + len(noise)] += noise.to(flat_P)
-        # The mean is over the expected number of units: the number that entered is not public.
+        # Divided by a number of the plan: the number of units that entered is not public. Fewer are expected where
+        # units are held out, or where a site has so few that each enters every step.
         step_of_grid = private.terms.clip / STEPS_PER_CLIP / private.terms.units_per_step
         flat_P = state.process.total(flat_P) * step_of_grid
         start = 0

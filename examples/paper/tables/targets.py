@@ -412,7 +412,7 @@ def flops_to(curve: Sequence[tuple[float, float]], fid: float) -> tuple[float | 
     before: tuple[float, float] | None = None
     for flops, reached_fid in curve:
         if reached_fid <= fid:
-            if before is None or before[1] == reached_fid:
+            if before is None:
                 return flops, _BOUND
             share = log(before[1] / fid) / log(before[1] / reached_fid)
             return exp(log(before[0]) + share * log(flops / before[0])), "interpolated"
