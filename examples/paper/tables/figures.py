@@ -49,8 +49,10 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
     """
     bars = _BARS.get(table.number, ())
     height = 0.3 * len(cells) + 1.4 if bars else 4.2
+    # Long labels need room beside the panels.
+    width = max(9.0, max(map(len, cells), default=0) / 8.0) if bars else 9.0
     figure, axes = plt.subplots(
-        1, len(bars) or 1, figsize=(9, height), constrained_layout=True, squeeze=False
+        1, len(bars) or 1, figsize=(width, height), constrained_layout=True, squeeze=False
     )
     axis = axes[0, 0]
     for place, (name, title, unit) in enumerate(bars):
