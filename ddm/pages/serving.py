@@ -250,12 +250,11 @@ class BriefProtocol(H11Protocol):
             transport.abort()
             return
         users = self.places.users_of((server[0], server[1]), self.loop)
-        address = written(client[0], client[1])
-        if address not in users and looks_left > 0:
+        user = users.get(written(client[0], client[1]))
+        if user is None and looks_left > 0:
             # It may have been accepted after this turn's look at the table, or that look may have missed it.
             self.loop.call_soon(self._admit, transport, looks_left - 1)
             return
-        user = users.get(address)
         if user != os.geteuid():
             peer = f"address {client[0]}" if user is None else f"user {user}"
             if not self.places.take(peer):

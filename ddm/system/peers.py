@@ -131,15 +131,18 @@ def users_at(server: tuple[str, int]) -> dict[str, int | None]:
     One look at the kernel's table for all connections: it takes as long as a look for one.
     """
     server_end = written(*server)
-    users: dict[str, int | None] = {}
+    # The kernel's table is read in pieces. If connections come and go meanwhile, a socket may be listed twice.
+    sockets: dict[str, set[TcpSocket]] = {}
     try:
         for row in tcp_sockets(server_end):
             if row.remote == server_end:
-                # Two rows of one connection name nobody.
-                users[row.local] = None if row.local in users else row.user
+                sockets.setdefault(row.local, set()).add(row)
     except (OSError, ValueError):
         return {}
-    return users
+    # Two sockets with one address name nobody.
+    return {
+        address: found.pop().user if len(found) == 1 else None for address, found in sockets.items()
+    }
 
 
 def written(host: str, port: int) -> str:

@@ -4,10 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ddm.system.peers import tcp_sockets, user_of
+from ddm.system import peers
+from ddm.system.peers import tcp_sockets, user_of, users_at, written
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 CONNECT = """
@@ -64,3 +66,28 @@ def test_connection_of_another_user_is_never_ones_own_however_it_is_closed() -> 
                 assert process.stdout.readline() == "closed\n"
                 assert user_of(*ends) is None
                 process.stdin.close()
+
+
+def test_socket_that_the_kernel_lists_twice_in_one_reading_still_names_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readings of a table that changes meanwhile list single sockets twice, although they are open once."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+        listener.accept()[0] as accepted,
+    ):
+        server, address = accepted.getsockname(), written(*client.getsockname())
+        heading, *rows = Path("/proc/self/net/tcp").read_text().splitlines()
+        row = next(row for row in rows if row.split()[1] == address)
+        table = tmp_path / "tcp"
+        monkeypatch.setattr(peers, "_TABLE", table)
+        # The same socket again, with another number of the row and a byte that waits.
+        again = row.replace("00000000:00000000", "00000001:00000000", 1)
+        table.write_text("\n".join([heading, row, "   9" + again[4:]]) + "\n")
+        assert users_at(server) == {address: os.getuid()}
+        # Another socket with the same address: a new one, whose user may be another.
+        inode = row.split()[9]
+        other = row.replace(f" {inode} ", " 1 ", 1)
+        table.write_text("\n".join([heading, row, other]) + "\n")
+        assert users_at(server) == {address: None}
