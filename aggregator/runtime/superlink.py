@@ -12,6 +12,7 @@ to a message that was sent to it.
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -58,19 +59,22 @@ def take_replies_only(push: Callable[..., Any]) -> Callable[..., Any]:
     """
     # Of replies that were stored; an ordered set.
     answered: dict[str, None] = {}
+    # The server answers requests in several threads.
+    lock = threading.Lock()
 
     def push_checked(request: PushMessagesRequest, state: object) -> PushMessagesResponse:
-        if not _is_own_reply(request) or _answered_id(request) in answered:
-            raise FlowerError(
-                ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED,
-                f"SuperNode {request.node.node_id} pushed something else than one new reply of its own",
-            )
-        answer: PushMessagesResponse = push(request, state)
-        if answer.objects_to_push:
-            answered[_answered_id(request)] = None
-            if len(answered) > _MAX_REMEMBERED:
-                del answered[next(iter(answered))]
-        return answer
+        with lock:
+            if not _is_own_reply(request) or _answered_id(request) in answered:
+                raise FlowerError(
+                    ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED,
+                    f"SuperNode {request.node.node_id} pushed something else than one new reply of its own",
+                )
+            answer: PushMessagesResponse = push(request, state)
+            if answer.objects_to_push:
+                answered[_answered_id(request)] = None
+                if len(answered) > _MAX_REMEMBERED:
+                    del answered[next(iter(answered))]
+            return answer
 
     return push_checked
 

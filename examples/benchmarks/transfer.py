@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.federation import TINY, MadeUp
 from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
-from support.sites import PLAN, make_federation, make_site, running, submit, write_random
+from support.sites import running, submit, write_random
 
 from aggregator.transfer.dispatcher import MAX_IN_FLIGHT
 
@@ -24,26 +25,32 @@ def transfer(
 ) -> tuple[float, list[tuple[str, str, int, float]]]:
     """Return the seconds that a submission of `num_bytes` takes, and the resources that each process used."""
     shutil.rmtree(work, ignore_errors=True)
-    fed = work / "fed"
-    site = work / "north"
-    make_federation(fed)
-    keys = {"north": make_site(site, fed)}
+    made = MadeUp.create(work, 1, TINY)
+    plan_id = made.plan.plan_id
+    fed = made.federation
+    ((silo_id, site),) = made.sites.items()
     write_random(work / "expert", num_bytes)
     settings: dict[str, Any] = {
+        "plan_id": plan_id,
         "shard_bytes": shard_bytes,
         "max_submission_bytes": 2 * num_bytes + 2**20,
         "max_in_flight": in_flight,
     }
-    with Processes() as processes, running(fed, {"north": site}, keys, **settings) as wait:
-        wait((site / "inbox" / PLAN / "bundle").exists, TIMEOUT_S)
-        arrived = fed / "incoming" / PLAN / "north" / "1"
+    with (
+        Processes() as processes,
+        running(fed.path, {silo_id: site.path}, made.node_keys(), **settings) as wait,
+    ):
+        wait((site.inbox / plan_id / "bundle").exists, TIMEOUT_S)
+        arrived = fed.incoming / plan_id / silo_id / "1"
         before = processes.cpu_s()
         started = time.monotonic()
-        submit(site, "north", work / "expert")
+        submit(site.path, plan_id, silo_id, work / "expert")
         wait(arrived.exists, TIMEOUT_S)
         seconds = time.monotonic() - started
         used = processes.rows(f"{in_flight} in flight", before)
-        if (found := (arrived / "silos/north/expert.safetensors").stat().st_size) != num_bytes:
+        if (
+            found := (arrived / "silos" / silo_id / "expert.safetensors").stat().st_size
+        ) != num_bytes:
             raise SystemExit(f"received file: expected {num_bytes} bytes, got {found}")
     shutil.rmtree(work)
     return seconds, used

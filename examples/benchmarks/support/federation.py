@@ -190,7 +190,7 @@ class MadeUp:
         plan_id = self.plan.plan_id
         if not (site.inbox / plan_id / "bundle").exists():
             shutil.copytree(self.federation.bundle(plan_id), site.inbox / plan_id / "bundle")
-            write_waiver(site, _waiver(self.plan.digest))
+        write_waiver(site, _waiver(self.plan.digest))
         worker = Worker(site, SigningKey.load(site.key_path, PASSPHRASE), lambda state: None)
         worker.begin()
         while worker.state.state != "in_outbox":

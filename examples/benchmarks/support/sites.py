@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from aggregator.keys.tls import make_tls
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.transfer.settings import RunSettings
 from ddm.system.processes import free_port
 from ddm.system.supervisor import Program
-from silo.courier.supernode import Courier, make_node_key
+from silo.courier.supernode import Courier
 
-PLAN = "bench-00000001"
 _BLOCK_BYTES = 64 * 1024**2
 
 
@@ -31,32 +29,14 @@ def write_random(path: Path, num_bytes: int) -> None:
             num_bytes -= handle.write(block)
 
 
-def make_federation(fed: Path) -> None:
-    """Make certificates, and a placeholder bundle for `PLAN`."""
-    make_tls(fed / "tls", ["127.0.0.1"], passphrase=b"correct horse")
-    bundle = fed / "plans" / PLAN / "bundle"
-    (bundle / "metadata").mkdir(parents=True)
-    (bundle / "targets" / PLAN).mkdir(parents=True)
-    (bundle / "metadata" / "1.root.json").write_bytes(os.urandom(3000))
-    (bundle / "targets" / PLAN / "plan.json").write_bytes(os.urandom(2000))
-
-
-def make_site(site: Path, fed: Path) -> str:
-    """Make a courier's files; return the node's public key."""
-    for name in ("courier", "inbox", "outbox"):
-        (site / name).mkdir(parents=True)
-    (site / "courier" / "ca.pem").write_bytes((fed / "tls" / "ca.pem").read_bytes())
-    return make_node_key(site / "courier" / "node.key")
-
-
-def submit(site: Path, silo_id: str, expert: Path) -> None:
+def submit(site: Path, plan_id: str, silo_id: str, expert: Path) -> None:
     """Put a submission with one file, moved here, into the outbox at once."""
-    part = site / "outbox" / PLAN / ".1.part"
+    part = site / "outbox" / plan_id / ".1.part"
     (part / "silos" / silo_id).mkdir(parents=True)
     (part / "silos" / silo_id / "submission.json").write_bytes(os.urandom(1500))
     expert.rename(part / "silos" / silo_id / "expert.safetensors")
     part.rename(part.with_name("1"))
-    status = {"plan_id": PLAN, "state": "in_outbox", "progress": 100, "sequence": 1}
+    status = {"plan_id": plan_id, "state": "in_outbox", "progress": 100, "sequence": 1}
     (site / "outbox" / "status.json").write_text(json.dumps(status))
 
 
@@ -66,10 +46,9 @@ def running(
     sites: Mapping[str, Path],
     keys: Mapping[str, str],
     *,
-    plan_id: str = PLAN,
+    plan_id: str,
     port: int | None = None,
     address: str | None = None,
-    restart: bool = True,
     nginx: Path | None = None,
     beside: Sequence[Program] = (),
     **settings: Any,
@@ -97,8 +76,7 @@ def running(
                     raise TimeoutError(
                         f"expected the condition within {timeout_s:.0f} s, got no change; see flower/logs/"
                     )
-                if restart:
-                    runtime.check()
+                runtime.check()
                 for courier in couriers:
                     courier.check()
                 time.sleep(0.05)

@@ -1,6 +1,9 @@
 """What a node may push to the SuperLink: its own replies. Flower's own state and handlers, behind our check."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +13,7 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.message.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
-from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.linkstate import LinkStateFactory
@@ -122,6 +125,25 @@ def test_reply_is_taken_once(world: World) -> None:
     world.push(pushed(world.north, reply))
     with pytest.raises(FlowerError):
         world.push(pushed(world.north, reply))
+
+
+def test_reply_that_is_pushed_twice_at_once_is_taken_once(world: World) -> None:
+    both = threading.Barrier(2)
+
+    def push(request: PushMessagesRequest, _: object) -> PushMessagesResponse:
+        # Waits for a second push to come this far.
+        with suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)
+        return PushMessagesResponse(objects_to_push=[request.messages_list[0].metadata.message_id])
+
+    checked = superlink.take_replies_only(push)
+    asked = world.ask(world.north)
+    reply = world.message(world.north, SUPERLINK, asked.metadata.message_id)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(checked, pushed(world.north, reply), None) for _ in range(2)]
+    failures = [future.exception() for future in futures]
+    assert sorted(type(failure) is FlowerError for failure in failures) == [False, True]
+    assert None in failures
 
 
 @pytest.mark.parametrize("runtime_s", [float("inf"), float("-inf"), float("nan"), -1.0])

@@ -1,1 +1,0 @@
-"""Flower's own FedAvg on synthetic weights of an expert's size."""
