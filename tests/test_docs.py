@@ -153,6 +153,48 @@ def test_a_link_to_nothing_is_noticed(tmp_path: Path) -> None:
     assert list(broken_links(page)) == ["gone.md: nothing there", "#two: no such heading"]
 
 
+def tables_of(page: Path) -> Iterator[list[str]]:
+    """Each run of lines that begin with a bar, code blocks aside."""
+    rows: list[str] = []
+    is_code = False
+    for line in [*page.read_text("utf-8").splitlines(), ""]:
+        row = line.strip()
+        if row.startswith("```"):
+            is_code = not is_code
+        if row.startswith("|") and not is_code:
+            rows.append(row)
+        elif rows:
+            yield rows
+            rows = []
+
+
+def broken_tables(page: Path) -> Iterator[str]:
+    """The header of each table that readers see as text: wrapped into a paragraph, or with a row of other length."""
+    for rows in tables_of(page):
+        has_delimiter = len(rows) > 1 and re.fullmatch(r"\|( ?:?-+:? ?\|)+", rows[1]) is not None
+        lengths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+        if not has_delimiter or len(lengths) > 1:
+            yield rows[0]
+
+
+def test_rows_of_a_table_have_as_many_cells_as_its_header() -> None:
+    tables = {page.relative_to(ROOT).as_posix(): list(broken_tables(page)) for page in PAGES}
+    assert not {page: broken for page, broken in tables.items() if broken}
+
+
+def test_a_table_that_is_none_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| right | table |\n| --- | ---: |\n| 1 | 2 |\n\n"
+        "| wrapped | row | | --- | --- | | into |\na paragraph |\n\n"
+        "| short | row |\n| --- | --- |\n| 1 |\n"
+    )
+    assert list(broken_tables(page)) == [
+        "| wrapped | row | | --- | --- | | into |",
+        "| short | row |",
+    ]
+
+
 def test_commands_page_names_exactly_the_flags_of_a_verb() -> None:
     for program, verb in verbs():
         with case(program=program, verb=verb):
