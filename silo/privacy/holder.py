@@ -88,7 +88,7 @@ class Sites(Document):
 
 
 def prepare_ledger(folder: Path) -> None:
-    """Make a ledger and its salt, or join those that are there; only `silo init` calls this.
+    """Make a ledger and its salt, or join those that are there; only `silo join` and `silo init` call this.
 
     Raises:
         LedgerError: part of them is there.
