@@ -290,6 +290,7 @@ class Ensemble:
         """
         x_B, t_B = at_times(x_B, t_B, self.shape)
         request = ConditionRequest(prior, condition, condition_prior, guidance, guidance_interval)
+        request.check_learned(self.condition)
         mixture = self._mixture(request, num_samples=len(x_B))
         return mixture.velocity(x_B, t_B, mixture.weights(x_B, t_B))
 
@@ -386,6 +387,7 @@ class Ensemble:
         request = ConditionRequest(
             prior, condition, options.condition_prior, guidance, options.guidance_interval
         )
+        request.check_learned(self.condition)
         mixture = self._mixture(request, dtype=options.dtype)
         known = options.known
         lengths = {"num": num, "condition": mixture.num_conditions}
@@ -582,6 +584,7 @@ class Ensemble:
             x_0 = dequantize(x_0, numbers, bin_width, seed)
 
         request = ConditionRequest(prior, condition, options.condition_prior, guidance)
+        request.check_learned(self.condition)
         mixture = self._mixture(request, num_images, options.dtype)
         resolved_strategy = resolve_strategy(strategy, None)
         times = uniform_times(whole_number(steps, "steps", least=1))[::-1]

@@ -14,7 +14,7 @@ import typer
 
 from ddm.cli.options import WHAT, GuidanceOption, TextOption, check_null, check_text
 from ddm.errors import DataError, SetupError
-from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
+from ddm.protocol.architecture import ClassCondition, Condition, TextCondition, learns_null
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,7 +187,7 @@ def _class_conditions(
                 remedy="Use --class equal or --class none.",
             )
     # Experts with drop = 0 never learned to do without a class, so that each sample needs one.
-    if label == "equal" or (label is None and counted and not condition.drop):
+    if label == "equal" or (label is None and counted and not learns_null(condition)):
         classes = torch.arange(condition.num_classes)
         words = f"all {condition.num_classes} classes equally often"
         return EvaluatedConditions(classes[_in_turn(len(classes), num, seed)], words)

@@ -19,6 +19,7 @@ import typer
 
 from ddm.errors import ArchivedWarningError, SetupError
 from ddm.fetching.address import read_address
+from ddm.protocol.architecture import learns_null
 from ddm.protocol.base import MAX_INTEGER
 from ddm.system.console import progress, say
 from ddm.system.devices import DeviceName
@@ -613,8 +614,7 @@ def check_null(condition: "Condition", subject: str, remedy: str) -> None:
     Raises:
         SetupError: the plan's `condition.drop` is 0, so that the experts' answers without a condition are untrained.
     """
-    # `NoCondition` has no `drop`: such experts never had a condition to do without.
-    if getattr(condition, "drop", None) == 0:
+    if not learns_null(condition):
         raise SetupError(
             subject,
             expected="experts that have also learned to do without their condition",

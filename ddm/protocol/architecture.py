@@ -83,6 +83,11 @@ class TextCondition(Model):
 Condition = Annotated[NoCondition | ClassCondition | TextCondition, Field(discriminator="kind")]
 
 
+def learns_null(condition: Condition) -> bool:
+    """Whether experts answer without a condition: they take none, or training hid it from some samples."""
+    return isinstance(condition, NoCondition) or condition.drop > 0
+
+
 GridSide = Annotated[int, Field(gt=0, le=65536)]
 GridSize = tuple[GridSide, GridSide]
 

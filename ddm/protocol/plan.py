@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ddm.protocol.architecture import ClassCondition, Condition
+from ddm.protocol.architecture import ClassCondition, Condition, learns_null
 from ddm.protocol.base import MAX_SILOS, File, KeyText, Licence, Model, PlanId, SiloId, Time
 from ddm.protocol.bases import Base, SeedBase, licence_misfit
 from ddm.protocol.carried import CarriedSilo, check_carried_silos
@@ -241,6 +241,11 @@ class Plan(PlanTerms, FederationDocument):
         if missing:
             raise ValueError(
                 f"the router {self.router.kind} needs the statistic {missing}, which the plan does not have"
+            )
+        if self.router.needs_null(statistics) and not learns_null(self.condition):
+            raise ValueError(
+                f"the router {self.router.kind} draws from experts without a condition, which they never learned: "
+                "condition.drop must be above 0, or router.conditional true"
             )
         if statistics.sketch and statistics.sketch.rank > self.sketch.rank:
             raise ValueError(

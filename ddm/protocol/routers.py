@@ -30,6 +30,10 @@ class FamilySettings(Model):
         """Return the statistic that the router is fitted to and that the plan lacks; None where it has all."""
         return None
 
+    def needs_null(self, statistics: Statistics) -> bool:
+        """Whether the router is trained on images that experts draw without a condition."""
+        return False
+
 
 class CountsSettings(FamilySettings):
     """The counts router as it is: no training."""
@@ -105,6 +109,10 @@ class SamplesSettings(FamilySettings, TransformerSize):
                 "a condition to read, class or text: leave conditional out for experts without one"
             )
         return TransformerSize.misfit(self, shape, condition)
+
+    def needs_null(self, statistics: Statistics) -> bool:
+        """See `FamilySettings.needs_null`; the islands of one owner's images are known, so that nothing is drawn."""
+        return statistics.private and self.labels == "experts" and not self.conditional
 
     def router_condition(self, condition: Condition) -> Condition:
         """Return the condition that the router reads, given that of the experts."""

@@ -11,6 +11,7 @@ from ddm.ensemble import Ensemble
 from ddm.evaluation.intervals import wilson
 from ddm.models import training_flops
 from ddm.pages.pictures import Scale, inline
+from ddm.protocol.architecture import learns_null
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.publishing.drawing import (
@@ -113,7 +114,8 @@ class ReportFigures:
     Attributes:
         word: what those are called whose experts are published, silo or island.
         listed: the indices of those whom legends and tables name: all, or those with the largest shares.
-        drawing: the drawn images with their seed; None if the experts are too large to draw from here.
+        drawing: the drawn images with their seed; None if the experts are too large to draw from here, or never
+            learned to draw without a condition.
         sheets: images.
         posteriors: the router along t.
         shares: the shares by strategy.
@@ -173,7 +175,7 @@ class ReportFigures:
 def draw_for_report(
     plan: Plan, manifest: Manifest, ensemble: Ensemble, on_progress: ProgressCallback | None = None
 ) -> Drawing | None:
-    """Draw as many images as the budget of a report allows; None if it allows none.
+    """Draw as many images as the budget of a report allows; None if it allows none, or experts need a condition.
 
     Args:
         plan: the plan.
@@ -181,6 +183,8 @@ def draw_for_report(
         ensemble: its experts and router, in the manifest's order.
         on_progress: called with the batches done and the batches in all.
     """
+    if not learns_null(plan.condition):
+        return None
     index_of = {silo.silo_id: index for index, silo in enumerate(manifest.silos)}
     silo_E = [index_of[expert.silo_id] for expert in manifest.experts]
     # Training evaluates an expert and its gradient, which costs three times as much as the evaluation alone.

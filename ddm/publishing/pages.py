@@ -110,7 +110,7 @@ def render_pages(
         contents: what the release states.
         manifest: as it will be published, except that it does not list these pages yet.
         root_digest: the fingerprint of the root of trust.
-        drawing: images that the ensemble drew; None where drawing would take too long.
+        drawing: images that the ensemble drew; see `draw_for_report`.
     """
     plan = contents.plan
     word = contents.member_word

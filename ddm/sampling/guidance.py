@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddm.errors import MathError, ShapeError
 from ddm.io.array_input import real_number
-from ddm.protocol.architecture import ClassCondition, Condition, NoCondition
+from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, learns_null
 from ddm.routers.base import ConditionalRouter, Router, log_prior
 from ddm.sampling.mixture import Branch, SampleConditions
 
@@ -121,6 +121,31 @@ class ConditionRequest:
         if interval != (0.0, 1.0) and not self.guidance:
             expected = "guidance above 0 together with it"
             raise MathError("guidance_interval", expected=expected, got="guidance=0")
+
+    def check_learned(self, condition: Condition) -> None:
+        """Refuse to evaluate experts without a condition, as guidance does too, where they always had one in training.
+
+        Args:
+            condition: the kind that the experts take.
+
+        Raises:
+            MathError: their answers without a condition are those of untrained weights.
+        """
+        if learns_null(condition) or (self.condition is not None and not self.guidance):
+            return
+        subject = "condition"
+        expected = f"a {condition.kind}"
+        remedy = f"Give condition: a {condition.kind}, or one for each sample."
+        if self.condition is not None:
+            subject = "guidance"
+            expected = "0"
+            remedy = "Leave guidance out."
+        raise MathError(
+            subject,
+            expected=expected,
+            got=f"experts that were always trained with a {condition.kind} (drop = 0)",
+            remedy=remedy,
+        )
 
     def branches(self, ensemble: SampledEnsemble) -> Branches:
         """Return the branches of the mixture that is requested of an ensemble.

@@ -14,7 +14,7 @@ from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import MathError, SetupError
 from ddm.io.pictures import check_pictures, encode_samples
 from ddm.loading.release import Release
-from ddm.protocol.architecture import ClassCondition, TextCondition
+from ddm.protocol.architecture import ClassCondition, TextCondition, learns_null
 from ddm.sampling.guidance import ConditionValue, by_number, condition_and_null, knows_shares
 from ddm.sampling.samples import Samples
 from ddm.sampling.silo_weights import weights_of_experts
@@ -140,7 +140,7 @@ class ReleaseSampler:
         if request.guidance and not has_condition:
             raise MathError("guidance", expected="a class or a text as well", got="no condition")
         # Such experts never learned to answer without a condition, which guidance asks of them too.
-        if getattr(condition, "drop", None) == 0 and (request.guidance or not has_condition):
+        if not learns_null(condition) and (request.guidance or not has_condition):
             raise MathError(
                 "condition",
                 expected=f"a {condition.kind}, and no guidance",

@@ -33,6 +33,18 @@ def test_plan_survives_encoding_and_its_digest_is_of_the_bytes() -> None:
     assert json.loads(plan.encode())["plan_id"] == plan.plan_id
 
 
+def test_router_cannot_draw_without_a_condition_from_experts_that_always_had_one() -> None:
+    router = {"kind": "samples", "patch": 2, "hidden": 16, "depth": 1, "heads": 2, "num_steps": 9}
+    condition = {"kind": "class", "num_classes": 2, "drop": 0.0}
+    document = plan_document(router=router, condition=condition)
+    with pytest.raises(DocumentError, match="condition.drop must be above 0"):
+        Plan.parse(to_bytes(document), subject="plan")
+    # Of public images nothing is drawn; a router that reads the class draws under classes.
+    for change in ({"labels": "group"}, {"conditional": True}):
+        Plan.parse(to_bytes(document | {"router": router | change}), subject="plan")
+    Plan.parse(to_bytes(document | {"condition": condition | {"drop": 0.1}}), subject="plan")
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -490,6 +490,16 @@ def test_report_of_experts_too_large_to_draw_from_says_so(inputs: PageInput) -> 
     assert "<img" not in undrawn(inputs)[REPORT_NAME]
 
 
+def test_report_draws_nothing_from_experts_that_always_had_a_class(inputs: PageInput) -> None:
+    condition = ClassCondition(num_classes=2, drop=0.0)
+    always = inputs.with_plan(condition=condition)
+    plan = always.contents.plan
+    assert figures.draw_for_report(plan, inputs.manifest, inputs.ensemble) is None
+    page = undrawn(always)[REPORT_NAME]
+    assert "always trained with a class" in page and "--class 0" in page
+    assert "too large to draw from" not in page
+
+
 @pytest.mark.parametrize(("count", "num"), [(0, 128), (1, 7), (64, 128), (128, 128)])
 def test_interval_of_a_share_is_wilsons(count: int, num: int) -> None:
     sample = drawing.DrawnImages(torch.zeros(num, 1, 1, 1), (0,) * count + (1,) * (num - count))

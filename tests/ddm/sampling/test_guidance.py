@@ -452,3 +452,25 @@ def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() 
     for wrong in ((0.5, 0.5), (-0.1, 0.5), (0.2, 1.1)):
         refused(exact(), "guidance_interval", condition=0, guidance=1.0, guidance_interval=wrong)
     refused(exact(), "guidance_interval", condition=0, guidance_interval=(0.2, 0.8))
+
+
+def test_experts_that_always_had_a_class_are_not_evaluated_without_one() -> None:
+    """Their null condition was never trained: what it answers is noise of the initial weights."""
+    always = exact(condition=ClassCondition(num_classes=2, drop=0.0))
+    x, t_B = noised()
+    # With a class, and no guidance away from none, nothing changes.
+    velocity = always.velocity(x, t_B, condition=1)
+    assert (velocity - truth(1, 0.0, x, t_B)).abs().max() < 1e-9
+    calls = (
+        always.sample,
+        lambda num, **keywords: always.velocity(x[:num], t_B[:num], **keywords),
+        lambda num, **keywords: always.compute_likelihood(x[:num].float(), **keywords),
+    )
+    for call, (subject, keywords) in product(
+        calls, (("condition", {}), ("guidance", {"condition": 1, "guidance": 2.0}))
+    ):
+        with case(subject=subject), pytest.raises(MathError, check=has_subject(subject)) as refused:
+            call(2, **keywords)
+        assert "drop = 0" in str(refused.value)
+    # The router alone is not asked for an answer of an expert.
+    assert torch.equal(always.posterior(x, t_B), exact().posterior(x, t_B))
