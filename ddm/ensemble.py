@@ -104,6 +104,7 @@ from ddm.sampling.strategies import (
     strategy_named,
 )
 from ddm.sampling.trajectories import (
+    EDIT_PURPOSE,
     Callback,
     Trajectories,
     TrajectoryState,
@@ -641,7 +642,9 @@ class Ensemble:
         trajectories = run.trajectories.of(rows)
         numbers = run.initial_state.numbers_of(rows)
         seed = run.seed_of(rows)
-        noise, uniform = draw_noise(numbers, self.shape, seed, run.num_moves)
+        noise, uniform = draw_noise(
+            numbers, self.shape, seed, run.num_moves, purpose=run.noise_purpose
+        )
         # Drawn on the CPU, whose random numbers are the same on every machine.
         noise = noise.to(self.device, trajectories.dtype)
         uniform = uniform.to(self.device)
@@ -706,6 +709,21 @@ class _SamplingRun:
     known: KnownRegion | None
     seed: int | Sequence[int]
     num_moves: int
+
+    @property
+    def noise_purpose(self) -> str:
+        """What the random numbers of the samples are for.
+
+        What samples begin at may itself have been drawn, with the same numbers and seed. Data that are noised by the
+        noise that they came from would only be followed back to themselves, and a trajectory in two parts would draw
+        the same experts in both.
+        """
+        if self.initial_state.x_0 is not None or self.known is not None:
+            return EDIT_PURPOSE
+        t_start = self.initial_state.times[0]
+        if self.initial_state.x is not None and t_start < 1:
+            return f"sample from {t_start}"
+        return "sample"
 
     def seed_of(self, rows: range) -> int | Sequence[int]:
         """Return the seed of the samples in these rows, or one for each."""

@@ -29,7 +29,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Strategy, draw_expert
-from ddm.sampling.trajectories import draw_noise
+from ddm.sampling.trajectories import EDIT_PURPOSE, draw_noise
 from ddm.system.devices import DeviceName, device_named
 from ddm.system.parallel import PartDescription, run_parts
 from ddm.system.progress import ProgressCallback
@@ -332,10 +332,13 @@ def sample_order(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
 def _first_experts(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
     """Return the expert that each sample's first random number draws, shape (N,)."""
     shape = job.source.expert_shape
+    purpose = "sample"
+    if job.begin is not None:
+        purpose = EDIT_PURPOSE
     uniforms = []
     for number in job.numbers_of(range(num)):
         # One number at a time: each sample has a random stream of its own.
-        _, uniform_11 = draw_noise([number], shape, job.seed, 1)
+        _, uniform_11 = draw_noise([number], shape, job.seed, 1, purpose=purpose)
         uniforms.append(uniform_11[:, 0])
     return draw_expert(weight_K.expand(num, -1), torch.cat(uniforms))
 

@@ -27,6 +27,9 @@ from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.strategies import Segment, StepRule, Strategy, draw_expert, segments
 from ddm.system.progress import ProgressCallback
 
+# Of random numbers of samples that begin at data, or beside data.
+EDIT_PURPOSE = "edit"
+
 StepReporter = Callable[[int], None]
 """Called with the number of samples that have just taken a step."""
 
@@ -405,6 +408,8 @@ def draw_noise(
     shape: Sequence[int],
     seed: int | Sequence[int],
     steps: int,
+    *,
+    purpose: str = "sample",
 ) -> tuple[Tensor, Tensor]:
     """Return the noise of some samples and one uniform number per step, each sample from its own random stream.
 
@@ -413,10 +418,11 @@ def draw_noise(
         shape: the shape of one sample.
         seed: the seed of all of them, or one for each.
         steps: how many uniform numbers.
+        purpose: what the numbers are for; those of different purposes are independent.
     """
     noise = np.empty((len(samples), *shape), np.float32)
     uniform_BS = np.empty((len(samples), steps))
-    for row, generator in enumerate(streams("sample", seed, samples)):
+    for row, generator in enumerate(streams(purpose, seed, samples)):
         # The noise comes first, so that a sample begins in the same noise whatever the number of steps.
         noise[row] = generator.standard_normal(tuple(shape), dtype=np.float32)
         uniform_BS[row] = generator.random(steps)

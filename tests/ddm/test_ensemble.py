@@ -506,10 +506,10 @@ def test_fewer_samples_are_under_way_when_more_is_drawn_for_each(
     drawn: list[int] = []
 
     def watched(
-        samples: range, shape: Sequence[int], seed: int, steps: int
+        samples: range, shape: Sequence[int], seed: int, steps: int, *, purpose: str
     ) -> tuple[Tensor, Tensor]:
         drawn.append(len(samples))
-        return draw_noise(samples, shape, seed, steps)
+        return draw_noise(samples, shape, seed, steps, purpose=purpose)
 
     monkeypatch.setattr("ddm.ensemble.draw_noise", watched)
     # of a sample: 2 floats of noise, 8 bytes a step

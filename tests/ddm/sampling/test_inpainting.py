@@ -201,6 +201,22 @@ def test_inpainted_samples_with_seeds_of_their_own_are_those_of_calls_with_these
     assert torch.equal(together, torch.cat([draw(2, seed=3), draw(2, seed=5)]))
 
 
+def test_completions_of_own_samples_forget_what_is_not_known_under_the_same_seed() -> None:
+    """The two values of N(0, I) are independent: the left one says nothing of the right one that was there before."""
+
+    def silo(x_B: Tensor, t_B: Tensor) -> Tensor:
+        t = t_B[:, None]
+        return (2 * t - 1) / ((1 - t) ** 2 + t**2) * x_B
+
+    num = 4000
+    ensemble = Ensemble([silo], None, [1.0], shape=(2,), chunk_size=num)
+    drawn = ensemble.sample(num, steps=10, seed=7).images
+    completed = ensemble.inpaint(drawn, LEFT, steps=10, seed=7, corrections=0).images
+    assert torch.equal(completed[:, 0], drawn[:, 0])
+    before_and_after = torch.stack([drawn[:, 1], completed[:, 1]])
+    assert abs(float(torch.corrcoef(before_and_after)[0, 1])) < 5 / num**0.5
+
+
 def test_progress_and_provenance_count_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[tuple[int, int]] = []
     monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 1)

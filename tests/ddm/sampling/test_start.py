@@ -2,6 +2,7 @@
 
 # Shape legend: N samples, K experts.
 import doctest
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.trajectories import draw_noise
 from tests.support.case import case
 from tests.support.errors import has_subject
-from tests.support.gaussian_mixture import four_silos
+from tests.support.gaussian_mixture import UninformedRouter, four_silos
 
 ALL = (
     Full(),
@@ -138,12 +139,30 @@ def test_given_noise_start_and_times_are_the_same_way(
         draw(noise=noise, steps=4),
         draw(x=noise, t_start=1.0, steps=4),
         draw(times=(1.0, 0.75, 0.5, 0.25, 0.0), num=12),
-        draw(x_0=torch.full((12, 2), 9.0), t_start=1.0, steps=4),
         torch.cat([draw(5, steps=4), draw(7, numbers=range(5, 12), steps=4)]),
         draw(12, steps=4, callback=lambda step, t, x, experts: None),
     ):
         torch.testing.assert_close(same, own, atol=2e-5, rtol=0)
     assert (draw(noise=-noise, steps=4) - own).abs().max() > 0.1
+
+
+def test_variations_of_own_samples_have_the_law_of_the_data_under_the_same_seed() -> None:
+    """Data of N(0, 1) are followed along ``x_t = sqrt((1 - t)^2 + t^2) eps``: a sample is its own noise."""
+
+    def silo(x_B: Tensor, t_B: Tensor) -> Tensor:
+        t = t_B[:, None]
+        return (2 * t - 1) / ((1 - t) ** 2 + t**2) * x_B
+
+    num = 20_000
+    ensemble = Ensemble([silo], None, [1.0], shape=(1,), chunk_size=num)
+    drawn = ensemble.sample(num, seed=7).images
+    error = (2 / num) ** 0.5
+    assert float(drawn.var()) == pytest.approx(1, abs=5 * error)
+    # By its own noise a sample would become sqrt(2) times itself at t = 1/2, and come back as it is at t = 1.
+    varied = ensemble.image_to_image(drawn, 0.5, seed=7).images
+    assert float(varied.var()) == pytest.approx(1, abs=5 * error)
+    again = ensemble.image_to_image(drawn, 1.0, seed=7).images
+    assert abs(float(torch.corrcoef(torch.cat([drawn, again], 1).T)[0, 1])) < 5 / num**0.5
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -184,6 +203,23 @@ def test_trajectory_in_two_parts_has_the_law_of_one() -> None:
             share = torch.tensor(four_silos().prior_K)
             error = (share * (1 - share) / 1000).sqrt()
             assert ((counts(drawn.images) / 1000 - share).abs() < 5.5 * error).all()
+
+
+def test_parts_of_a_trajectory_draw_their_experts_independently_under_the_same_seed() -> None:
+    """A router that knows nothing gives each part either expert with probability 1/2, whatever came before."""
+    num = 4000
+    ensemble = Ensemble(
+        [lambda x, t: torch.zeros_like(x)] * 2, UninformedRouter(2), [0.5, 0.5], shape=(1,)
+    )
+    parts = [
+        ensemble.sample(num, strategy="sample", options=SamplingOptions(times=[1.0, 0.7])),
+    ]
+    for times in ([0.7, 0.4], [0.4, 0.0]):
+        options = SamplingOptions(x=parts[-1].latents, times=times)
+        parts.append(ensemble.sample(strategy="sample", options=options))
+    for earlier, later in combinations(parts, 2):
+        share = (earlier.expert_N == later.expert_N).double().mean()
+        assert float(share) == pytest.approx(0.5, abs=5 * 0.5 / num**0.5)
 
 
 def test_generator_takes_the_place_of_the_seed_and_moves_on() -> None:
