@@ -94,7 +94,7 @@ class SiteFactsReader:
             key_encrypted=self._try("keys", self._key_encrypted),
             root_digest=self._try("keys", lambda: site.root_digest),
             isolation=self._try("isolation", lambda: site.isolation) or "none",
-            spent=self._try("ledger", lambda: self._spent(policy)),
+            epsilon_left=self._try("ledger", lambda: self._epsilon_left(policy)),
             running=self._is_running(),
             problem=_problem(state),
             errors=self._attempts.errors,
@@ -170,10 +170,10 @@ class SiteFactsReader:
             with suppress(OSError):
                 yield PathMode(str(path), stat.S_IMODE(path.stat().st_mode), forbidden_bits)
 
-    def _spent(self, policy: Policy | None) -> tuple[float, float] | None:
+    def _epsilon_left(self, policy: Policy | None) -> float | None:
         if policy is None:
             return None
-        return open_ledger(self._site, policy).spent()
+        return open_ledger(self._site, policy).left()
 
     def _is_running(self) -> bool:
         """Whether the process that the last run noted is alive and works on this site."""

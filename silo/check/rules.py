@@ -54,7 +54,7 @@ class SiteFacts:
         key_encrypted: whether the signing key opens with a passphrase only; None without a key.
         root_digest: sha256 of the pinned root; None without one.
         isolation: between worker and courier.
-        spent: epsilon and delta of the ledger; None where it cannot be read.
+        epsilon_left: see `silo.privacy.ledger.Ledger.left`; None where the ledger cannot be read.
         running: whether worker and courier are at work.
         problem: why the work stopped last, from its state.
         has_text_reader: whether tesseract is installed.
@@ -77,7 +77,7 @@ class SiteFacts:
     key_encrypted: bool | None = None
     root_digest: str | None = None
     isolation: Isolation = "none"
-    spent: tuple[float, float] | None = None
+    epsilon_left: float | None = None
     running: bool = False
     problem: str | None = None
     has_text_reader: bool = True
@@ -271,17 +271,15 @@ def _isolation(facts: SiteFacts) -> Iterator[Finding]:
 
 
 def _ledger(facts: SiteFacts) -> Iterator[Finding]:
-    if facts.spent is None or facts.policy is None:
+    if facts.epsilon_left is None or facts.policy is None:
         return
     privacy = facts.policy.privacy
     # Compared with the most that one plan may cost: with less left, a plan within the policy may still be refused.
-    epsilon, _ = facts.spent
-    left = privacy.budget_epsilon - epsilon
-    if left < privacy.max_epsilon:
+    if facts.epsilon_left < privacy.max_epsilon:
         yield Finding(
             "privacy budget",
             expected=f"epsilon {privacy.max_epsilon:g} left, which one plan may cost",
-            got=f"{max(left, 0):.3g} of {privacy.budget_epsilon:g}",
+            got=f"{facts.epsilon_left:.3g} of {privacy.budget_epsilon:g}",
             remedy="Only cheaper plans can be answered. Raising privacy.budget_epsilon weakens what patients were "
             "promised.",
             level="warn",

@@ -39,6 +39,7 @@ class Account:
         budget_epsilon: what the site may spend over all time.
         delta: the budget's.
         spent: epsilon of everything.
+        left: the largest epsilon that a further debit may have, see `Ledger.left`.
         head: digest of the last record.
     """
 
@@ -46,16 +47,12 @@ class Account:
     budget_epsilon: float
     delta: float
     spent: float
+    left: float
     head: str
-
-    @property
-    def left(self) -> float:
-        """Epsilon that remains, were it spent as one more step; composition may make several plans cheaper."""
-        return max(self.budget_epsilon - self.spent, 0.0)
 
     def as_json(self) -> dict[str, object]:
         """Return the account as it is printed for scripts."""
-        return asdict(self) | {"left": self.left}
+        return asdict(self)
 
     def text(self) -> str:
         """Return the account as a table."""
@@ -101,7 +98,7 @@ def account(ledger: Ledger) -> Account:
             unit=debit.unit,
             mechanisms=tuple(sorted(debit.mechanisms)),
             drawn=tuple(sorted(drawn)),
-            # As if it were the only one. The total is at most the sum of these, since composition costs less.
+            # As if it were the only one. The total may be above the sum of these, since debits share delta.
             epsilon=adaptive_epsilon(steps[-1:], delta),
             total=adaptive_epsilon(steps, delta),
         )
@@ -114,5 +111,6 @@ def account(ledger: Ledger) -> Account:
         budget_epsilon=ledger.budget.epsilon,
         delta=delta,
         spent=spent,
+        left=ledger.left(),
         head=ledger.head[0],
     )

@@ -241,6 +241,18 @@ class Ledger:
         delta = self.budget.delta
         return adaptive_epsilon(steps, delta), delta
 
+    def left(self) -> float:
+        """Return the largest epsilon that a further debit may have, at the share of delta that it would get.
+
+        It is less than the budget minus what was spent, wherever delta was: the last debit so far then gets a smaller
+        share of delta, at which it costs more.
+        """
+        steps = [_step(debit.mechanisms) for debit in _debits(self.entries)]
+        # A debit of nothing costs nothing itself.
+        without_draws: tuple[Mechanism, ...] = ()
+        epsilon = adaptive_epsilon([*steps, without_draws], self.budget.delta)
+        return max(self.budget.epsilon - epsilon, 0.0)
+
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Hold the right to draw: between a debit and its draw no other process may draw for it."""

@@ -15,6 +15,7 @@ from ddm.privacy.accounting import (
     DiscreteLaplaceMechanism,
     GaussianMechanism,
     adaptive_epsilon,
+    gaussian_mu,
     total_epsilon,
 )
 from ddm.protocol.base import Unit, now_utc, sha256_hex
@@ -131,6 +132,22 @@ def test_budget_covers_all_plans_and_a_release_over_it_is_not_debited(tmp_path: 
     assert caught.value.exit_code == 32
     assert ledger.head[1] == 2
     assert spend(ledger, "plan 1").record.number == 1  # what is paid for stays paid for
+
+
+def test_what_is_left_is_what_a_further_debit_may_cost(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, epsilon=5.0)
+    assert ledger.left() == 5.0
+    sketch = GaussianMechanism(mu=gaussian_mu(3.0, 1e-5))
+    spend(ledger, mechanisms={"sketch": sketch})
+    assert ledger.spent()[0] == pytest.approx(3.0)
+    # Followed by another debit, it counts at half of delta.
+    left = ledger.left()
+    assert left == 5.0 - total_epsilon([sketch], 1e-5 / 2)
+    assert 1.8 < left < 1.95
+    with pytest.raises(BudgetError):
+        spend(ledger, "plan 2", mechanisms={"counts": DiscreteLaplaceMechanism(epsilon=2.0)})
+    spend(ledger, "plan 2", mechanisms={"counts": DiscreteLaplaceMechanism(epsilon=left)})
+    assert ledger.left() < 1e-9
 
 
 def test_budget_without_delta_refuses_every_gaussian(tmp_path: Path) -> None:

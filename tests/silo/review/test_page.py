@@ -176,7 +176,7 @@ def test_every_number_of_the_document_is_shown_beside_the_one_before(site: Site)
         leaf for leaf in leaves(document) if f"{leaf:.6g}" not in shown and str(leaf) not in shown
     ]
     assert missing == []
-    assert facts.budget.left == pytest.approx(10 - facts.budget.spent)
+    assert 0 < facts.budget.left < 10 - facts.budget.spent
     assert facts.audit is not None and "held-out" in facts.audit.reason
 
 
