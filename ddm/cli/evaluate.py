@@ -430,10 +430,11 @@ def _comparing_bytes(
     model: "EvaluatedModel", comparison: EvaluationReference, num_samples: int
 ) -> int:
     """Return the bytes of the real images and of computing the figures."""
+    from ddm.evaluation.copies import num_pixel_values
     from ddm.evaluation.metrics import metrics_bytes
 
-    # Copies are looked for among pixels, of which large images have at most this many after averaging.
-    num_pixels = min(model.data.dim, 4096)
+    # Copies are looked for among pixels, which large images have fewer of after averaging.
+    num_pixels = num_pixel_values(model.data.shape)
     figures = metrics_bytes(num_samples, comparison.num_images, comparison.features.dim, num_pixels)
     return comparison.num_bytes + figures
 

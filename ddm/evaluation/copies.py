@@ -7,7 +7,9 @@ those.
 """
 
 # Shape legend: N samples, H images held out, P values of one image.
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +79,15 @@ def near_copies(
         threshold=threshold / scale,
         num_holdout=len(distance_H),
     )
+
+
+def num_pixel_values(shape: Sequence[int]) -> int:
+    """Return how many values a row of `pixel_rows` has, of images of this shape, (C, H, W) or (C, D, H, W)."""
+    channels, *sides = shape
+    longest = SIDE
+    if len(sides) == 3:
+        longest = VOLUME_SIDE
+    return channels * prod(min(side, longest) for side in sides)
 
 
 def pixel_rows(images: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from ddm.audit.attacks import names
 from ddm.audit.copies import NEIGHBOURS
 from ddm.audit.effort import MAX_IMAGES_PER_UNIT, NUM_ATTACKED_EXPERTS, effort_of
-from ddm.evaluation.copies import SIDE, VOLUME_SIDE
+from ddm.evaluation.copies import num_pixel_values
 from ddm.io.space import check_writable, require_free_space
 from ddm.planning.estimates import checkpoint_bytes, expert_bytes, plan_bytes
 from ddm.protocol.plan import Plan, max_experts_per_silo
@@ -56,7 +56,7 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
         trains_reference=plan.expert.base is None,
     )
     num_samples = effort.num_samples
-    thumbnail_values = _thumbnail_values(plan)
+    thumbnail_values = num_pixel_values(plan.data.shape)
     trained = (NUM_ATTACKED_EXPERTS - 1) * expert_bytes(plan) + (KEPT + 1) * checkpoint_bytes(plan)
     samples = _FLOAT_BYTES * num_samples * (thumbnail_values + plan.encoder.dim)
     neighbours = _NEIGHBOURS_BYTES * (num_samples + MAX_IMAGES_PER_UNIT * num_holdout + MAX_BLURRED)
@@ -70,15 +70,6 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     )
     worst_pairs = max_experts_per_silo(plan) * 2 * _FLOAT_BYTES * MAX_PAIRS * thumbnail_values
     return trained + samples + neighbours + scores + worst_pairs + _SMALL_BYTES
-
-
-def _thumbnail_values(plan: Plan) -> int:
-    """Return how many values a thumbnail of an image has."""
-    channels, *sides = plan.data.shape
-    max_side = SIDE
-    if len(sides) == 3:
-        max_side = VOLUME_SIDE
-    return channels * math.prod(min(side, max_side) for side in sides)
 
 
 def job_bytes(plan: Plan, num_images: int) -> int:

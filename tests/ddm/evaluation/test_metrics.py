@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import MathError, NumericalError, ShapeError
+from ddm.evaluation.copies import num_pixel_values, pixel_rows
 from ddm.evaluation.frechet import (
     Moments,
     fid_infinity_of,
@@ -345,3 +346,20 @@ def test_ten_thousand_features_of_2048_values_fit_one_and_a_half_gibibytes() -> 
     peak, foreseen = (int(word) for word in finished.stdout.split())
     assert peak < 1.5 * 2**30
     assert metrics_bytes(10_000, 10_000, 2048, 0) == foreseen < 1.5 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_values"),
+    [
+        ((1, 28, 28), 784),
+        ((3, 224, 40), 3 * 32 * 32),
+        ((8, 32, 64), 8 * 32 * 32),
+        ((2, 20, 64, 12), 2 * 16 * 16 * 12),
+        ((4, 64, 64, 64), 4 * 16**3),
+    ],
+)
+def test_memory_of_a_search_for_copies_counts_the_values_that_it_holds(
+    shape: tuple[int, ...], num_values: int
+) -> None:
+    assert num_pixel_values(shape) == num_values
+    assert pixel_rows(torch.zeros(2, *shape)).shape == (2, num_values)
