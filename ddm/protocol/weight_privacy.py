@@ -32,7 +32,9 @@ class DpSgd(Model):
     kind: Literal["dp_sgd"] = "dp_sgd"
     epsilon: Epsilon
     delta: PositiveDelta
-    clip: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
+    # A gradient is scaled to whole steps of the clipping norm in float32: far below this bound the scale is infinite,
+    # and so is a single unit's gradient, which no noise hides.
+    clip: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     units_per_step: Annotated[int, Field(gt=0, le=2**20)]
     images_per_unit: Annotated[int, Field(gt=0, le=1024)] = 8
     draws: Annotated[int, Field(gt=0, le=256)] = 4

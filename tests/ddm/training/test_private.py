@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from ddm.errors import DataError, SetupError
@@ -111,6 +112,24 @@ def test_noise_has_the_standard_deviation_that_was_paid_for_and_covers_the_round
     assert len(noise) == num
     assert float(noise.std()) == pytest.approx(3.0 * STEPS_PER_CLIP, rel=0.01)
     assert abs(float(noise.mean())) < 5 * std / num**0.5
+
+
+def test_no_clipping_norm_lets_a_unit_exceed_its_sensitivity() -> None:
+    """A base can be made on which one image alone has a tiny gradient: scaled to infinity, it would show through."""
+    largest = sensitivity(3)
+    for clip in (DpSgd.model_fields["clip"].metadata[0].ge, 1.0, 1e6):
+        terms = DpSgd(**TERMS | {"clip": clip})
+        for size in (1e-45, 1e-38, 1e-9, 1.0, 1e30):
+            gradient = {"weight": torch.tensor([size, 0.0, -size])}
+            grid = clipped(gradient, terms.clip)["weight"].double()
+            with case(clip=clip, size=size):
+                assert float(grid.norm()) <= largest
+                # What is shorter than the clipping norm is scaled by 2^24 / clip alone.
+                if 2**0.5 * size < clip:
+                    exact = gradient["weight"].double() * STEPS_PER_CLIP / clip
+                    assert (grid - exact).abs().max() <= 0.5 + 1e-6 * float(exact.abs().max())
+    with pytest.raises(ValidationError, match="clip"):
+        DpSgd(**TERMS | {"clip": 1e-35})
 
 
 def test_units_must_be_numbered_without_a_gap_and_one_for_each_image(tmp_path: Path) -> None:
