@@ -219,6 +219,9 @@ def training_bytes(plan: Plan, parts: int = 1) -> int:
     # The factors of a low-rank adaptation are trained beside the frozen weights.
     factors = NetworkSize(parameters=added, buffers=0, activations=Activations(0, 0, 0))
     batch = ceil(expert.training.batch_size / parts)
+    if expert.privacy:
+        # A unit is computed as a whole; the audit's trainings divide their batches.
+        batch = max(batch, expert.privacy.images_per_unit * expert.privacy.draws)
     total = size.training_bytes(batch) + factors.training_bytes(0)
     if expert.training.ema_snapshots:
         total += _SNAPSHOT_COPIES * size.bytes

@@ -220,6 +220,8 @@ def _take_steps(
             try:
                 steps.advance(next_batch())
             except torch.OutOfMemoryError as error:
+                if isinstance(steps, PrivateSteps):
+                    raise _too_large_unit() from error
                 raise _too_large(run.engine) from error
             elapsed_s = time.monotonic() - started_at
             state.seconds = seconds_before + elapsed_s
@@ -322,6 +324,19 @@ def _too_large(engine: Engine) -> SetupError:
         expected=expected,
         got="too little free memory",
         remedy="Raise training.accumulate, set training.recompute, or shard it over several GPUs.",
+    )
+
+
+def _too_large_unit() -> SetupError:
+    # A unit is computed alone and as a whole, so that no setting of the engine divides it.
+    return SetupError(
+        "memory of the GPU",
+        expected="room for the images and draws of one unit",
+        got="too little free memory",
+        remedy=(
+            'Set training.device = "cpu", or use a GPU with more memory. A plan with fewer images_per_unit or draws in '
+            "expert.privacy needs less."
+        ),
     )
 
 

@@ -157,6 +157,22 @@ def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(
             )
 
 
+def test_unit_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_divides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("ddm.training.private.unit_gradient", full)
+    with pytest.raises(SetupError, check=has_subject("memory of the GPU")) as refused:
+        trial(tmp_path)()
+    # These divide a batch or recompute its layers; private training refuses them or has no use for them.
+    for setting in ("accumulate", "recompute", "shard"):
+        assert setting not in refused.value.remedy
+    for term in ("images_per_unit", "draws"):
+        assert term in refused.value.remedy and term in DpSgd.model_fields
+
+
 def test_plan_that_trains_privately_is_never_trained_without_its_noise(tmp_path: Path) -> None:
     run = trial(tmp_path)
     expert = PlannedExpert(run.task.expert.plan, "north", 0, None, run.task.expert.engine)
