@@ -374,8 +374,8 @@ def read_mask(path: Path, spec: DataSpec) -> Tensor:
                 expected=f"bool or whole numbers, {spec.shape[1:]}",
                 got=got,
                 remedy=(
-                    "Scale the images to this range, or save whole numbers of 8 or 16 bits, which are scaled "
-                    "here."
+                    "Save the array mask as bool or whole numbers, one for each pixel of an image and without an axis "
+                    "of channels: not 0 where the model draws."
                 ),
             )
         is_drawn = mask != 0

@@ -181,7 +181,7 @@ def fit_residual(
                 "router training",
                 expected="a finite loss",
                 got=got,
-                remedy="Use a smaller router.learning_rate in the recipe.",
+                remedy='Use a smaller router.hidden or router.depth in the recipe, or router.kind = "counts".',
             )
         optimizer.zero_grad()
         torch.autograd.backward(loss)

@@ -1,10 +1,11 @@
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
-from ddm.errors import ShapeError
+from ddm.errors import NumericalError, ShapeError
 from ddm.protocol.routers import LearnedSettings
 from ddm.routers.counts import CountsRouter
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
@@ -105,6 +106,21 @@ def test_residual_answers_the_same_for_the_same_seed_and_another_for_another() -
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_training_that_diverges_is_refused_with_settings_that_its_router_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    public, group_N = _two_lobes(40, seed=0)
+    sketch = Sketch.fit(public, group_N, 2, 2)
+    mixture = CountsRouter(sketch, SHARES.log(), PATH)
+    lessons = PublicSketches.of(public, group_N, sketch, PATH)
+    broken = torch.tensor(float("nan"))
+    monkeypatch.setattr("ddm.routers.residual._TrainingSet.batch_loss", lambda *_: broken)
+    with pytest.raises(NumericalError, match="step 1") as refused:
+        fit_residual(mixture, lessons, PRIOR, SETTINGS, seed=0)
+    named = re.findall(r"router\.(\w+)", str(refused.value.remedy))
+    assert named and set(named) <= LearnedSettings.model_fields.keys()
 
 
 def test_residual_refuses_public_images_without_their_groups() -> None:

@@ -256,6 +256,10 @@ def test_picture_and_mask_that_a_user_gives_are_read_or_refused(tmp_path: Path) 
     Image.fromarray(np.zeros((4, 6), np.uint8)).save(tmp_path / "black.png")
     (tmp_path / "text.png").write_text("no picture")
     np.savez(tmp_path / "float.npz", mask=np.ones((4, 6)))
+    with pytest.raises(DataError, match="bool or whole numbers") as refused:
+        read_mask(tmp_path / "float.npz", spec)
+    # A mask has no range that it could be scaled to.
+    assert "without an axis of channels" in str(refused.value.remedy)
     for name in ("grey.png", "black.png", "text.png", "float.npz"):
         with case(name=name), pytest.raises(DataError):
             read_mask(tmp_path / name, spec)
