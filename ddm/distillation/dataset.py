@@ -306,8 +306,9 @@ def _draw_part(
             expected="finite numbers",
             got=f"NaN or infinity in {num_broken} of {len(x_B)}",
             remedy=(
-                "`ddm sample` names the experts that fail: ask the publisher of the release to withdraw them. In "
-                "Python, take more steps, or an ensemble with a prior of 0 for them."
+                "`ddm sample RELEASE --root FILE --num 64 --out samples.npz` names the experts that fail: ask the "
+                "publisher of the release to withdraw them. In Python, take more steps, or an ensemble with a "
+                "prior of 0 for them."
             ),
         )
     return {"images": x_B.float().cpu(), "expert": expert_B}
