@@ -40,6 +40,10 @@ class Encoder(Protocol):
         """
         ...
 
+    def for_single_samples(self) -> "Encoder":
+        """Return it computing each image alone, so that no bit of a feature depends on other images."""
+        ...
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""
         ...

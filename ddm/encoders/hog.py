@@ -6,7 +6,7 @@ histograms' square roots.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import pi, prod
 
 import torch
@@ -71,6 +71,10 @@ class HogEncoder:
         """The number of features."""
         return self.components.dim
 
+    def for_single_samples(self) -> "HogEncoder":
+        """Return it computing each image alone, so that no bit of a feature depends on other images."""
+        return replace(self, components=self.components.for_single_samples())
+
     def encode(
         self,
         images: Images,
@@ -90,8 +94,13 @@ class HogEncoder:
         """
         features_NR = torch.empty(len(images), self.dim)
         for rows in _blocks(images.shape):
-            block = histograms(images[rows], self.cells, mirrored=self.mirrored)
-            features_NR[rows] = self.components.encode(block)
+            block = images[rows]
+            num_at_once = 1 if self.components.computes_alone else len(block)
+            features = [
+                self.components.encode(histograms(piece, self.cells, mirrored=self.mirrored))
+                for piece in block.split(num_at_once)
+            ]
+            features_NR[rows] = torch.cat(features)
             if on_progress:
                 on_progress(min(rows.stop, len(images)), len(images))
         if replacement is None:

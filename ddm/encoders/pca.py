@@ -1,7 +1,7 @@
 """The PCA encoder: principal components of the public images as features, without weights from elsewhere."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -32,10 +32,12 @@ class PcaEncoder:
         mean_D: mean of the public images, float32.
         basis_RD: leading principal directions, half whitened: orthogonal rows of length ``sqrt(spread_0 / spread)``.
             Later directions carry finer detail, which unwhitened would hardly change a distance.
+        computes_alone: whether each image is computed alone, see `for_single_samples`.
     """
 
     mean_D: Tensor
     basis_RD: Tensor
+    computes_alone: bool = False
 
     @classmethod
     def fit(cls, images: Tensor, dim: int) -> "PcaEncoder":
@@ -60,6 +62,10 @@ class PcaEncoder:
         """The number of features."""
         return len(self.basis_RD)
 
+    def for_single_samples(self) -> "PcaEncoder":
+        """Return it computing each image alone, so that no bit of a feature depends on other images."""
+        return replace(self, computes_alone=True)
+
     def encode(
         self,
         images: Images,
@@ -83,18 +89,20 @@ class PcaEncoder:
             raise ShapeError("image size", expected=f"{num_values} values", got=got)
         features_NR = torch.empty(len(images), self.dim)
         size = _block_size(num_values)
+        num_at_once = 1 if self.computes_alone else size
         for start in range(0, len(images), size):
             x_BD = images[start : start + size].flatten(1).float()
-            num = len(x_BD)
-            # A product rounds differently for other numbers of rows, so the last block is filled up.
-            padding = x_BD[-1:].expand(size - num, -1)
-            full_BD = torch.cat([x_BD, padding])
-            centred_BD = full_BD - self.mean_D
-            features_BR = centred_BD @ self.basis_RD.T
-            features_NR[start : start + num] = features_BR[:num]
+            features = [self._project(rows, num_at_once) for rows in x_BD.split(num_at_once)]
+            features_NR[start : start + len(x_BD)] = torch.cat(features)
         if replacement is None:
             return features_NR
         return replace_non_finite(features_NR, replacement, lambda: DataError("features"))
+
+    def _project(self, x_BD: Tensor, num_rows: int) -> Tensor:
+        # A product rounds differently for other numbers of rows, so the last block is filled up.
+        padding = x_BD[-1:].expand(num_rows - len(x_BD), -1)
+        centred = torch.cat([x_BD, padding]) - self.mean_D
+        return (centred @ self.basis_RD.T)[: len(x_BD)]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""

@@ -5,6 +5,7 @@ Only this file imports timm, which imports torchvision (`ddm.system.torchvision_
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -81,11 +82,18 @@ class TimmEncoder:
         self.spec = spec
         self.data = data
         self.device = device_named()
+        self.num_at_once = _BLOCK
 
     @property
     def dim(self) -> int:
         """The number of features."""
         return self.spec.dim
+
+    def for_single_samples(self) -> "TimmEncoder":
+        """Return it computing each image alone, so that no bit of a feature depends on other images."""
+        single = copy(self)
+        single.num_at_once = 1
+        return single
 
     @torch.inference_mode()
     def encode(
@@ -114,14 +122,20 @@ class TimmEncoder:
         features_ND = torch.empty(len(images), self.dim)
         for start in range(0, len(images), _BLOCK):
             block = images[start : start + _BLOCK]
-            num = len(block)
-            padded = torch.cat([block, block[-1:].expand(_BLOCK - num, -1, -1, -1)])
-            with torch.autocast(self.device.type, enabled=self.device.type == "cuda"):
-                features_BD = self._features(self.prepare(padded.to(self.device)))
-            features_ND[start : start + num] = features_BD[:num].float().cpu()
+            stop = start + len(block)
+            features = [self._features_of(piece) for piece in block.split(self.num_at_once)]
+            features_ND[start:stop] = torch.cat(features)
             if on_progress:
-                on_progress(start + num, len(images))
+                on_progress(stop, len(images))
         return replace_non_finite(features_ND, replacement, self._not_finite_error)
+
+    def _features_of(self, images: Tensor) -> Tensor:
+        num = len(images)
+        padding = images[-1:].expand(self.num_at_once - num, -1, -1, -1)
+        padded = torch.cat([images, padding]).to(self.device)
+        with torch.autocast(self.device.type, enabled=self.device.type == "cuda"):
+            features_BD = self._features(self.prepare(padded))
+        return features_BD[:num].float().cpu()
 
     def _features(self, x_BCHW: Tensor) -> Tensor:
         """Return what timm's classifier would read."""

@@ -71,12 +71,12 @@ def keep_latents(
 
 
 def _for_privacy(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
-    """Return what encodes each image alone if training is private.
+    """Return what encodes each image alone if training is private, or sketches of latents leave the silo.
 
     In a block, images change each other's rounding, so that one image would have an influence on the latents of others,
-    which the accounting of private training does not cover.
+    which the accounting of privacy does not cover.
     """
-    if plan.expert.privacy:
+    if plan.expert.privacy or plan.statistics.sketch:
         return latent.for_single_samples()
     return latent
 
@@ -96,7 +96,8 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
         return cohort.images
     low, high = plan.data.range
     if isinstance(latent, AutoencoderKl):
-        latent = _for_privacy(plan, latent)
+        # Features, from which statistics are counted, are made of these.
+        latent = latent.for_single_samples()
 
     def decode(z_B: Tensor) -> Tensor:
         return latent.decode(z_B, replacement=0.0).clamp(low, high)

@@ -170,6 +170,9 @@ def assign_images(
         pixels: what features are made of, where the cohort holds latents.
     """
     images = cohort.images if pixels is None else pixels
+    # In a block, images change each other's rounding, and a network that came with the plan may amplify that. One unit
+    # would then move others to other groups, which the epsilon of the counts does not cover.
+    encoder = files.encoder.for_single_samples()
     num_images = len(images)
     fine_N = torch.empty(num_images, dtype=torch.int64)
     for start in range(0, num_images, _BLOCK_IMAGES):
@@ -180,7 +183,7 @@ def assign_images(
 
         # A network that came with the plan may overflow for an image. To stop there would answer a question about that
         # image, which no ledger debits; so its features become NaN, and it is assigned like any other.
-        features_BD = files.encoder.encode(SelectedImages(images, rows_B), report, replacement=nan)
+        features_BD = encoder.encode(SelectedImages(images, rows_B), report, replacement=nan)
         fine_N[rows_B] = files.clusters.assign(features_BD)
         report(len(rows_B), num_images)
     _write_assignment(cohort, files, fine_N, cohort_path)

@@ -100,10 +100,11 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
         keep_latents(
             cohort, latent, plan, tmp_path, lambda num_done, total: calls.append((num_done, total))
         )
-    assert calls == [(60, 60)]
-    assert torch.equal(
-        training_inputs(cohort, plan, tmp_path).images[:], latent.encode(cohort.images[:])
-    )
+    # Once in all.
+    assert calls == [(16, 60), (32, 60), (48, 60), (60, 60)]
+    assert isinstance(latent, AutoencoderKl)
+    expected = latent.for_single_samples().encode(cohort.images[:])
+    assert torch.equal(training_inputs(cohort, plan, tmp_path).images[:], expected)
     assert training_inputs(cohort, plan, tmp_path).digest == cohort.digest
     with pytest.raises(DataError, check=has_subject("latents")):
         training_inputs(replace(cohort, digest="0" * 64), plan, tmp_path)
@@ -112,12 +113,15 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
         training_inputs(cohort, other, tmp_path)
 
 
-def test_latents_of_private_training_are_encoded_one_by_one(
+def test_latents_of_private_training_and_of_sketches_are_encoded_one_by_one(
     federation: tuple[TinyFederation, Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, plan, _ = federation
     terms = DpSgd(epsilon=8.0, delta=1e-5, clip=1.0, units_per_step=16)
-    private = plan.model_copy(update={"expert": plan.expert.model_copy(update={"privacy": terms})})
+    no_sketch = plan.statistics.model_copy(update={"sketch": None})
+    plain = plan.model_copy(update={"statistics": no_sketch})
+    private_expert = plan.expert.model_copy(update={"privacy": terms})
+    private = plain.model_copy(update={"expert": private_expert})
     cohort = cohort_of(tiny, plan)
     latent = files_of(tiny, plan).latent
     assert isinstance(latent, AutoencoderKl) and latent.block > 1
@@ -129,9 +133,10 @@ def test_latents_of_private_training_are_encoded_one_by_one(
         return encode(x_B)
 
     monkeypatch.setattr(latent.net, "encode", watched)
-    for encoded_plan, size in ((private, 1), (plan, latent.block)):
+    plans = {"private": (private, 1), "sketch": (plan, 1), "plain": (plain, latent.block)}
+    for name, (encoded_plan, size) in plans.items():
         seen.clear()
-        folder = tmp_path / str(size)
+        folder = tmp_path / name
         folder.mkdir()
         keep_latents(cohort, latent, encoded_plan, folder, lambda num_done, total: None)
         assert (
