@@ -18,6 +18,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from google.protobuf.message import DecodeError
 
 from aggregator.config import Federation
@@ -75,7 +76,7 @@ class FlowerCarrier:
         """Send a request; return its message id, None when the SuperLink did not accept it.
 
         Raises:
-            TransportError: the SuperLink answers with an error.
+            TransportError: the SuperLink answers with an error, or the silo had it delete the message meanwhile.
         """
         message = Message(
             encode(request), dst_node_id=node.node_id, message_type="query", ttl=ttl_s
@@ -87,6 +88,13 @@ class FlowerCarrier:
                 "message",
                 expected="a SuperLink that takes it",
                 got=f"HTTP status {error.response.status_code}",
+            ) from error
+        # The attack: a node confirms a message before its objects are here, whereupon the SuperLink deletes it.
+        except ObjectPushError as error:
+            raise TransportError(
+                "message",
+                expected="a SuperLink that takes its objects",
+                got="a message that was deleted meanwhile",
             ) from error
         # The SuperLink answers with an empty id where it refuses a message.
         if not message_ids or not message_ids[0]:

@@ -373,7 +373,13 @@ class Dispatcher:
         if time.monotonic() < self._refresh_at:
             return
         self._refresh_at = time.monotonic() + self._intervals.nodes_s
-        nodes = {key: node for key, node in self._carrier.nodes().items() if key in self._channels}
+        try:
+            connected = self._carrier.nodes()
+        except MemoryError:
+            # As in `_serve`. The nodes of two seconds ago are good enough.
+            _log.warning("the list of connected silos waits for memory")
+            return
+        nodes = {key: node for key, node in connected.items() if key in self._channels}
         for key in nodes.keys() ^ self._nodes.keys():
             silo_id = self._channels[key].delivery.silo_id
             _log.info("silo %s is %s", silo_id, "connected" if key in nodes else "away")

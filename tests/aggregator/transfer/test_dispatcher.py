@@ -199,6 +199,29 @@ def test_honest_silo_is_served_when_the_superlink_refuses_what_the_other_one_is_
     assert 0 < len(flower.sent[b"bad"]) < 10
 
 
+def test_dispatcher_goes_on_when_the_list_of_nodes_does_not_fit_into_memory(world: World) -> None:
+    """The attack: replies of several silos fill the memory that all channels share."""
+
+    class CrowdedFlower(FakeFlower):
+        num_calls = 0
+
+        def nodes(self) -> dict[bytes, Node]:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise MemoryError
+            return super().nodes()
+
+    flower = CrowdedFlower({b"north": never})
+    deadline = time.monotonic() + LIMIT_S
+    Dispatcher(
+        flower,
+        {b"north": world.delivery("north")},
+        stopped=lambda: flower.num_calls > 2 or time.monotonic() > deadline,
+        intervals=Intervals(tick_s=0.001, idle_tick_s=0.001, nodes_s=0.0),
+    ).run()
+    assert flower.num_calls > 2
+
+
 def channel_to(
     world: World, behaviour: Behaviour, clock: ManualClock, **settings: object
 ) -> tuple[SiloChannel, FakeFlower]:
