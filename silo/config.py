@@ -12,7 +12,7 @@ from ddm.images.patients import PatientRule
 from ddm.images.table import ColumnName
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
-from ddm.io.own_folder import require_own_path
+from ddm.io.own_folder import require_own_path, require_owner
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.address import HostAndPort
 from ddm.protocol.base import Delta, Digest, Epsilon, Model, ShortText, SiloId, sha256_file
@@ -418,6 +418,21 @@ class Site:
                 remedy="Name the folder of a site, or make one: `silo join SITE --help`.",
             )
         return self
+
+    def require_owned(self) -> "Site":
+        """Return the site, for a command that writes in `private`, if this folder is this user's.
+
+        The worker runs as this user, and stops at a file of root's that it cannot read: a log, a state, a lock.
+
+        Raises:
+            MissingFileError: see `require`.
+            SetupError: the folder is another user's; the command is root's, and the worker has a user of its own.
+        """
+        site = self.require()
+        # In a container the site's own folder may be made by the container; this one is always the worker's.
+        if self.private.is_dir():
+            require_owner(self.private, "silo")
+        return site
 
     def require_own(self) -> None:
         """Refuse a site whose files another user could exchange.

@@ -95,7 +95,11 @@ def image_source(
         SetupError: neither a site nor data.
     """
     if site is not None:
-        source = ImageSource.of_site(Site(site).require())
+        opened_site = Site(site).require()
+        # A scan is remembered in the site, unless another folder is named.
+        if private is None:
+            opened_site.require_owned()
+        source = ImageSource.of_site(opened_site)
     elif data is not None:
         source = ImageSource(data.absolute(), default_folder(data))
     else:
