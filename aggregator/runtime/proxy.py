@@ -93,26 +93,36 @@ http {{
             return 403;
         }}
 
+        proxy_http_version 1.1;
+        proxy_request_buffering off;
+        proxy_buffering off;
+        proxy_connect_timeout 5s;
+        proxy_read_timeout 120s;
+        proxy_next_upstream off;
+        proxy_ssl_verify on;
+        proxy_ssl_trusted_certificate ../tls/ca.pem;
+        proxy_ssl_name localhost;
+        proxy_ssl_protocols TLSv1.2 TLSv1.3;
+        proxy_set_header Host localhost;
+        proxy_set_header Connection "";
+        proxy_set_header Upgrade "";
+        proxy_set_header X-Forwarded-For $remote_addr;
+        proxy_set_header X-Forwarded-Proto https;
+
+        # The only request with a large body.
+        location = /v1/fleet/push-object {{
+            if ($is_fleet = 0) {{
+                return 403;
+            }}
+            client_max_body_size {limits.object_bytes};
+            proxy_pass https://superlink;
+        }}
+
         location / {{
             if ($is_fleet = 0) {{
                 return 403;
             }}
             proxy_pass https://superlink;
-            proxy_http_version 1.1;
-            proxy_request_buffering off;
-            proxy_buffering off;
-            proxy_connect_timeout 5s;
-            proxy_read_timeout 120s;
-            proxy_next_upstream off;
-            proxy_ssl_verify on;
-            proxy_ssl_trusted_certificate ../tls/ca.pem;
-            proxy_ssl_name localhost;
-            proxy_ssl_protocols TLSv1.2 TLSv1.3;
-            proxy_set_header Host localhost;
-            proxy_set_header Connection "";
-            proxy_set_header Upgrade "";
-            proxy_set_header X-Forwarded-For $remote_addr;
-            proxy_set_header X-Forwarded-Proto https;
         }}
     }}
 }}
@@ -124,14 +134,17 @@ class Limits:
     """The resources that one stranger may use.
 
     Attributes:
-        body_bytes: of one request. Flower sends arrays as objects of 5 MiB, whatever the size of a message, and its
-            server reads a body before it asks whose it is.
+        object_bytes: of one request with an object. Flower sends arrays as objects of 5 MiB, whatever the size of a
+            message, and its server reads a body before it asks whose it is.
+        body_bytes: of any other request. Flower also parses a body before it asks whose it is: 8 MiB of empty parts
+            take 200 MiB then.
         requests: at a time from one address. A courier makes a few, and several silos may share an address.
         header_s: seconds until TLS is agreed, and again until a request's header is there.
         body_s: seconds between two pieces of a request's body.
     """
 
-    body_bytes: int = 8 * 1024 * 1024
+    object_bytes: int = 8 * 1024 * 1024
+    body_bytes: int = 64 * 1024
     requests: int = 64
     header_s: int = 15
     body_s: int = 20

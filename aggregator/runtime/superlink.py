@@ -30,14 +30,18 @@ from flwr.superlink.servicer.fleet import fleet_handlers
 from flwr.superlink.servicer.runtime import runtime_handlers
 from starlette.middleware import Middleware
 
+from aggregator.runtime.proxy import Limits
 from aggregator.transfer.dispatcher import MAX_IN_FLIGHT
 from ddm.errors import SetupError
 from ddm.transport.flower import has_few_objects
 from ddm.transport.flower_log import keep_lines_plain
 from ddm.transport.own_user import OwnUserMiddleware
 
-# The paths that nginx lets through.
-FLEET = r"/v1/fleet/[a-z-]{1,40}"
+# The paths that nginx lets through, and how long a body it lets through.
+OPEN_PATHS = {
+    r"/v1/fleet/push-object": Limits.object_bytes,
+    r"/v1/fleet/[a-z-]{1,40}": Limits.body_bytes,
+}
 # Of one node: those that the ServerApp waits for, those that it gave up just now, and as many again.
 MAX_EXCHANGES = 3 * MAX_IN_FLIGHT
 # A reply has at most 160 MiB of data; its document and the heads of its records are smaller than the difference.
@@ -227,7 +231,7 @@ def close_port() -> None:
     get_middleware = extensions.get_middleware
 
     def get_middleware_after_ours() -> tuple[Middleware, ...]:
-        return Middleware(OwnUserMiddleware, open_to_all=FLEET), *get_middleware()
+        return Middleware(OwnUserMiddleware, open_to_all=OPEN_PATHS), *get_middleware()
 
     extensions.get_middleware = get_middleware_after_ours
 

@@ -8,7 +8,7 @@ and looks up in the kernel which user each connection belongs to, before a byte 
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from ddm.system.peers import user_of
@@ -18,8 +18,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# What a stranger may send to an open path: as much as the proxy before the federation's address lets through.
-MAX_BODY_BYTES = 8 * 1024 * 1024
 _LENGTH = re.compile(rb"[0-9]{1,9}")
 
 
@@ -30,14 +28,15 @@ class OwnUserMiddleware:
 
     Args:
         app: the server.
-        open_to_all: a pattern of paths that anybody may post to, a bounded body at a time; none by default.
+        open_to_all: patterns of paths that anybody may post to, each with the most bytes of a body; the first one that
+            matches counts. None by default.
     """
 
-    def __init__(self, app: App, open_to_all: str | None = None) -> None:
+    def __init__(self, app: App, open_to_all: Mapping[str, int] | None = None) -> None:
         self._app = app
-        self._open: re.Pattern[str] | None = None
-        if open_to_all:
-            self._open = re.compile(open_to_all)
+        self._open = [
+            (re.compile(pattern), max_bytes) for pattern, max_bytes in (open_to_all or {}).items()
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -67,12 +66,13 @@ class OwnUserMiddleware:
         return user_of(tuple(client), tuple(server)) == os.geteuid()
 
     def _is_open(self, scope: Scope) -> bool:
-        if self._open is None or scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST":
             return False
         # The server reads a whole body before it checks who sent it, so that one of unknown length could fill memory.
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]):
             return False
-        if int(lengths[0]) > MAX_BODY_BYTES:
-            return False
-        return self._open.fullmatch(scope["path"]) is not None
+        for pattern, max_bytes in self._open:
+            if pattern.fullmatch(scope["path"]):
+                return int(lengths[0]) <= max_bytes
+        return False

@@ -31,7 +31,7 @@ from tests.support.case import case
 from tests.support.errors import has_subject
 from tests.support.waiting import LIMIT_S, wait_until
 
-LIMITS = Limits(body_bytes=100_000, requests=4, header_s=60, body_s=60)
+LIMITS = Limits(object_bytes=200_000, body_bytes=100_000, requests=4, header_s=60, body_s=60)
 HASTY = replace(LIMITS, header_s=1, body_s=3)
 FLEET = "/v1/fleet/pull-messages"
 # From the first byte: hasty limits are 1 s and 3 s, the others and nginx's own 60 s, and a loaded machine is slow.
@@ -350,6 +350,18 @@ def test_body_without_a_length_is_cut_off_at_the_limit(door: NginxProxy) -> None
     head = f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     assert door.ask(head + piece * 50) in (0, 413)
     assert sum(len(body) for *_, body in door.upstream.requests) <= LIMITS.body_bytes
+
+
+@needs_nginx
+def test_only_an_object_may_be_large(door: NginxProxy) -> None:
+    """The attack: Flower parses a body before it asks whose it is, and 8 MiB of empty parts take 200 MiB."""
+    body = bytes(LIMITS.body_bytes + 1)
+    assert door.post("/v1/fleet/push-object", body=body) == 200
+    assert door.post("/v1/fleet/push-messages", body=body) == 413
+    assert door.post("/v1/fleet/push-object", body=bytes(LIMITS.object_bytes + 1)) == 413
+    for trick in ("/v1/fleet//push-object", "/v1/fleet/push-object/", "/v1/fleet/push-objec%74"):
+        assert door.post(trick, body=body) in (403, 413)
+    assert [path for _, path, _, _ in door.upstream.requests] == ["/v1/fleet/push-object"]
 
 
 @needs_nginx

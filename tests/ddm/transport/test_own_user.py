@@ -11,19 +11,19 @@ import pytest
 import uvicorn
 
 from ddm.transport import own_user
-from ddm.transport.own_user import MAX_BODY_BYTES, OwnUserMiddleware, Receive, Scope, Send
+from ddm.transport.own_user import OwnUserMiddleware, Receive, Scope, Send
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells whose a connection is"
 )
-OPEN = r"/v1/fleet/[a-z-]{1,40}"
+OPEN = {r"/v1/fleet/push-object": 2000, r"/v1/fleet/[a-z-]{1,40}": 1000}
 POST = """
 import http.client, os, sys
 "loaded while it can be".encode("idna")
 os.setgroups([])
 os.setuid(54321)
-port, sizes = int(sys.argv[1]), {"large": sys.argv[3], "none": None, "small": "1"}
+port, sizes = int(sys.argv[1]), {"huge": "2001", "large": "1001", "none": None, "small": "1"}
 for method, path, size in (line.split() for line in sys.argv[2].split(",")):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.putrequest(method, path)
@@ -75,6 +75,8 @@ def test_other_user_is_answered_where_all_are_and_sends_no_large_body(port: int)
         "GET /v1/fleet/get-fab small": 403,
         "POST /v1/fleet/get-fab large": 403,
         "POST /v1/fleet/get-fab none": 403,
+        "POST /v1/fleet/push-object large": 200,
+        "POST /v1/fleet/push-object huge": 403,
         "POST /v1/fleet/../control/start-run small": 403,
         "POST /v1/fleet/%2e%2e small": 403,
         "POST /v1/control/start-run small": 403,
@@ -82,7 +84,7 @@ def test_other_user_is_answered_where_all_are_and_sends_no_large_body(port: int)
         "GET /docs none": 403,
         "GET /health none": 403,
     }
-    command = [sys.executable, "-c", POST, str(port), ",".join(expected), str(MAX_BODY_BYTES + 1)]
+    command = [sys.executable, "-c", POST, str(port), ",".join(expected)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert dict(zip(expected, map(int, said), strict=True)) == expected
 
