@@ -24,6 +24,7 @@ from flwr.proto.message_pb2 import PushObjectRequest, PushObjectResponse
 from flwr.proto.runtime_pb2 import PushAppMessagesRequest, PushAppMessagesResponse
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.fleet import fleet_handlers
@@ -140,6 +141,10 @@ class Exchanges:
                 # A push that fails, as while the database is busy, may be repeated.
                 if exchange.reply_id or exchange.num_attempts == _MAX_ATTEMPTS:
                     raise _refusal(request.node.node_id, "pushed another reply to the same request")
+                # Ours are all new, since each reply has a salt. Objects of two replies would outlive the first of them.
+                tree = request.message_object_trees[0]
+                if any(part.object_id in state.object_store for part in iterate_object_tree(tree)):
+                    raise _refusal(request.node.node_id, "named an object that is there already")
                 exchange.num_attempts += 1
                 answer: PushMessagesResponse = push(request, state)
                 exchange.reply_id = metadata.message_id

@@ -200,7 +200,7 @@ def test_reply_that_is_pushed_twice_at_once_is_taken_once(world: World) -> None:
     asked = world.ask(world.north)
     reply = world.message(world.north, SUPERLINK, asked.metadata.message_id)
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(checked, pushed(world.north, reply), None) for _ in range(2)]
+        futures = [pool.submit(checked, pushed(world.north, reply), world.state) for _ in range(2)]
     failures = [future.exception() for future in futures]
     assert sorted(type(failure) is FlowerError for failure in failures) == [False, True]
     assert None in failures
@@ -315,6 +315,21 @@ def test_reply_whose_push_failed_may_be_pushed_again_a_few_times(world: World) -
             continue
         with pytest.raises(error):
             world.push(spoiled)
+
+
+def test_reply_that_names_an_object_of_another_message_is_refused(world: World) -> None:
+    """The attack: what an earlier reply left stays for as long as a later one names it."""
+    earlier, session_id = reply_to(world, world.ask(world.north))
+    contents = get_all_nested_objects(earlier)
+    for object_id, part in contents.items():
+        assert world.push_object(world.north, session_id, object_id, part.deflate())
+    request = world.ask(world.north)
+    reply = world.message(world.north, SUPERLINK, request.metadata.message_id)
+    for shared in (get_object_tree(earlier), get_object_tree(request)):
+        tree = ObjectTree(object_id=reply.object_id, children=[shared])
+        with pytest.raises(FlowerError):
+            world.push(pushed(world.north, reply, tree))
+    assert reply.object_id in world.push(pushed(world.north, reply))
 
 
 def test_push_that_fails_again_and_again_is_refused(world: World) -> None:
