@@ -98,7 +98,7 @@ class HogEncoder:
             num_at_once = 1 if self.components.computes_alone else len(block)
             features = [
                 self.components.encode(histograms(piece, self.cells, mirrored=self.mirrored))
-                for piece in block.split(num_at_once)
+                for piece in torch.split(block, num_at_once)
             ]
             features_NR[rows] = torch.cat(features)
             if on_progress:

@@ -92,7 +92,7 @@ class PcaEncoder:
         num_at_once = 1 if self.computes_alone else size
         for start in range(0, len(images), size):
             x_BD = images[start : start + size].flatten(1).float()
-            features = [self._project(rows, num_at_once) for rows in x_BD.split(num_at_once)]
+            features = [self._project(rows, num_at_once) for rows in torch.split(x_BD, num_at_once)]
             features_NR[start : start + len(x_BD)] = torch.cat(features)
         if replacement is None:
             return features_NR

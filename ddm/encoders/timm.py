@@ -123,7 +123,7 @@ class TimmEncoder:
         for start in range(0, len(images), _BLOCK):
             block = images[start : start + _BLOCK]
             stop = start + len(block)
-            features = [self._features_of(piece) for piece in block.split(self.num_at_once)]
+            features = [self._features_of(piece) for piece in torch.split(block, self.num_at_once)]
             features_ND[start:stop] = torch.cat(features)
             if on_progress:
                 on_progress(stop, len(images))
