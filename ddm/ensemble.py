@@ -454,7 +454,7 @@ class Ensemble:
         >>> import torch
         >>> silo = lambda x, t: (x - 2) / t.clamp(min=1e-3)[:, None]  # whose data are all at 2
         >>> ensemble = Ensemble([silo], None, [1.0], shape=(2,))
-        >>> ensemble.image_to_image(torch.zeros(1, 2), t_start=0.5, steps=10).images
+        >>> ensemble.image_to_image(torch.zeros(1, 2), t_start=0.5, steps=10).images.round()
         tensor([[2., 2.]])
 
         Args:
