@@ -172,7 +172,7 @@ class Federation(PublisherFolder):
                 pass
         return self
 
-    def require_own(self) -> "Federation":
+    def require_owner(self) -> "Federation":
         """Return the federation, for a command that writes, if its folder is this user's.
 
         Raises:

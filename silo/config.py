@@ -419,7 +419,7 @@ class Site:
             )
         return self
 
-    def require_owned(self) -> "Site":
+    def require_owner(self) -> "Site":
         """Return the site, for a command that writes in `private`, if this folder is this user's.
 
         The worker runs as this user, and stops at a file of root's that it cannot read: a log, a state, a lock.
@@ -434,7 +434,7 @@ class Site:
             require_owner(self.private, "silo")
         return site
 
-    def require_own(self) -> None:
+    def require_own_path(self) -> None:
         """Refuse a site whose files another user could exchange.
 
         silo.toml names the command that starts a training and the file of the passphrase, and policy.toml says what may
@@ -450,14 +450,14 @@ class Site:
         """Create the site's folders: `private` and `courier` for their owner alone, the others for a group to read.
 
         Raises:
-            UnsafePathError: see `require_own`.
+            UnsafePathError: see `require_own_path`.
         """
         # An operator may have made the folder, with a group of its own choice for the courier: that group stays.
         if self.path.exists():
             close_to_others(self.path)
         else:
             group_folder(self.path)
-        self.require_own()
+        self.require_own_path()
         for folder in (self.inbox, self.outbox):
             group_folder(folder)
         for folder in (self.private, self.courier, self.private / "trust"):

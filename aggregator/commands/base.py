@@ -65,7 +65,7 @@ def base(
     from ddm.io.settings import load_settings
     from ddm.planning.networks import open_networks
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     chosen = load_settings(Recipe, recipe)
     folder = trained_base_of(chosen).folder
     # By themselves, torch's threads heed no cgroup.

@@ -95,7 +95,7 @@ def complete(
     """Put a change into force once its holders have signed it."""
     from aggregator.keys.ceremony import abandon_change, complete_change
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     if abandon:
         say(f"Discarded: {abandon_change(federation)}.")
         return
@@ -124,7 +124,7 @@ def rotate(
 
     # A typing error shows before a passphrase is asked for.
     name = parse_key_name(key)
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     holders = holders_from(holder, threshold, "--threshold")
     secret = federation_passphrase(federation, passphrase_file)
     missing = rotate_key(federation, name, secret, holders)

@@ -36,7 +36,7 @@ def log(
     from ddm.publishing.public_log import add_cosignatures, export_log, public_folder, sign_waiting
     from ddm.publishing.witnesses import ask_witnesses
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     # A key that is not a witness's is refused before anything is signed.
     witnesses = witnesses_of(federation)
     # A cosigned copy is of the last checkpoint. Signing what waits would make a newer one, and the copy useless.

@@ -119,7 +119,7 @@ def invite(
     """Print the codes of invitation and root; write the invitation again if address or licence have changed."""
     from aggregator.membership.invitation import read_own_invitation, renew_invitation
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     old_address = read_own_invitation(federation).address
     if address is not None:
         _split_address(address)
@@ -181,7 +181,7 @@ def enroll(
         read_cards,
     )
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     # Every file is read before anybody is asked: an operator should not be on the telephone when one cannot be.
     received = [read_card_file(path) for path in cards]
     for card, _ in received:
@@ -331,7 +331,7 @@ def remove(
     """Remove a silo from the federation: its submissions are refused, and later plans do not include it."""
     from aggregator.keys.removal import remove_silo
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     secret = federation_passphrase(federation, passphrase_file)
     # Where the silo has a role in the plan in force, `targets` is signed again without it.
     removal = remove_silo(federation, silo_id, reason, secret)

@@ -104,7 +104,7 @@ def plan(
     from ddm.planning.networks import open_networks, open_networks_beside
     from ddm.publishing.keys import load_key
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     base_table = _base_table(from_release, expert, student, release_root)
     chosen = load_settings(Recipe, recipe, added=base_table)
     _check_source_options(public, carry, replace)

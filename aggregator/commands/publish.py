@@ -53,7 +53,7 @@ def publish(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Publish the accepted experts and the router as a signed release; if nothing changed, copy the newest version."""
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     secret = federation_passphrase(federation, passphrase_file)
     publish_version(federation, secret, PublishOptions(out, quorum, rehearsal, renew))
 
@@ -73,7 +73,7 @@ def release(
     from ddm.publishing.keys import load_key
     from ddm.publishing.staging import reserve
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     # Whatever would end the second half shows before the minutes of the first.
     plan, _ = federation.current_plan()
     check_rehearsal(plan, is_intended=rehearsal)
@@ -143,7 +143,7 @@ def withdraw(
     from aggregator.membership.withdrawal import withdraw_silo
     from ddm.publishing.keys import load_key
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     # The notice to the silo is sealed like a receipt.
     key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))
     record = withdraw_silo(federation, silo_id, reason, key)

@@ -86,7 +86,7 @@ def admit(
     fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, units: UnitsOption = None
 ) -> None:
     """Accept a quarantined submission, or lower the units of an accepted one; `aggregator run` signs the receipt."""
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     # Of a silo with a submission in quarantine and an accepted one, the one that waits is meant.
     waiting = _waiting(federation, silo)
     if waiting:
@@ -158,7 +158,7 @@ def _admit_accepted(federation: Federation, silo_id: str, reason: str, units: in
 
 def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
     """Refuse a quarantined submission; `aggregator run` signs the refusal, and the silo receives the reason."""
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     waiting = _waiting(federation, silo)
     if not waiting:
         raise _nothing_waits(federation, silo)

@@ -18,7 +18,7 @@ def router(fed: FederationArgument, seed: SeedOption = 0) -> None:
     """Train the router on the silos' statistics, and evaluate it on public images."""
     from aggregator.intake.inventory import take_inventory
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     # Verified once more: a document or a role that has changed since intake ends the command here.
     train_and_describe(federation, take_inventory(federation), seed)
     say(f"Next: aggregator publish {fed} --out RELEASE")

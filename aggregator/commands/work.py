@@ -10,7 +10,7 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
     """Deliver the plan, receive submissions, send receipts; ends when every silo has its receipt."""
     from ddm.publishing.keys import load_key
 
-    federation = Federation(fed).require_own()
+    federation = Federation(fed).require_owner()
     # Programs are started by files in it.
     require_own_path(federation.path)
     # Raises where no plan is in force, before a passphrase is asked for.

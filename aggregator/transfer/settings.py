@@ -1,5 +1,7 @@
 """What a run of the ServerApp carries: written by the process that starts Flower, read by the ServerApp."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from aggregator.transfer.dispatcher import MAX_IN_FLIGHT
@@ -30,7 +32,8 @@ class RunSettings(Model):
     shard_bytes: PositiveInt
     max_submission_bytes: PositiveInt
     wait_s: int = Field(default=30, ge=0, le=MAX_WAIT_S)
-    max_in_flight: PositiveInt = MAX_IN_FLIGHT
+    # The SuperLink keeps three times as many exchanges for each node (aggregator/runtime/superlink.py).
+    max_in_flight: Annotated[int, Field(gt=0, le=MAX_IN_FLIGHT)] = MAX_IN_FLIGHT
 
     @property
     def silos_taking_part(self) -> list[SiloId]:

@@ -95,7 +95,9 @@ class HogEncoder:
         features_NR = torch.empty(len(images), self.dim)
         for rows in _blocks(images.shape):
             block = images[rows]
-            num_at_once = 1 if self.components.computes_alone else len(block)
+            num_at_once = len(block)
+            if self.components.computes_alone:
+                num_at_once = 1
             features = [
                 self.components.encode(histograms(piece, self.cells, mirrored=self.mirrored))
                 for piece in torch.split(block, num_at_once)

@@ -89,7 +89,9 @@ class PcaEncoder:
             raise ShapeError("image size", expected=f"{num_values} values", got=got)
         features_NR = torch.empty(len(images), self.dim)
         size = _block_size(num_values)
-        num_at_once = 1 if self.computes_alone else size
+        num_at_once = size
+        if self.computes_alone:
+            num_at_once = 1
         for start in range(0, len(images), size):
             x_BD = images[start : start + size].flatten(1).float()
             features = [self._project(rows, num_at_once) for rows in torch.split(x_BD, num_at_once)]

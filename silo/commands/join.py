@@ -180,7 +180,7 @@ def join(
             say(f"{site} reaches its federation at {invited.address} from now on: silo run {site}.")
             return
         # Not before: root renews the address of a site that belongs to the worker's user.
-        joined_site.require_own()
+        joined_site.require_own_path()
         say(
             f"{site} is a site of this federation already. It is completed; its key and policy.toml stay."
         )

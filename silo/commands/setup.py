@@ -132,7 +132,7 @@ def enroll(
     from silo.images.source import ImageSource
     from silo.setup import make_card
 
-    opened_site = Site(site).require_owned()
+    opened_site = Site(site).require_owner()
     # The card is sealed with this key, so that nobody can enrol a key without having it.
     key = open_key(opened_site, passphrase_file)
     unused_parts = Counter[str]()
@@ -161,7 +161,7 @@ def rotate(
     from silo.setup import make_card
     from silo.worker.rotation import rotate_key
 
-    opened_site = Site(site).require_owned()
+    opened_site = Site(site).require_owner()
     # One passphrase for both keys: it opens the old one, and encrypts the new one.
     secret = site_passphrase(opened_site, passphrase_file)
     old_key = SigningKey.load(opened_site.key_path, secret)

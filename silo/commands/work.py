@@ -55,7 +55,7 @@ def run(
         run_courier(opened_site)
         return
 
-    opened_site.require_own()
+    opened_site.require_own_path()
     from silo import running
 
     # The key signs the submission at the end; a wrong passphrase must show before days of training.
@@ -96,7 +96,7 @@ def pause(site: SiteArgument) -> None:
     from silo.worker.pause import pause as request_pause
     from silo.worker.status import read_status
 
-    opened_site = Site(site).require_owned()
+    opened_site = Site(site).require_owner()
     request = request_pause(opened_site)
     say(f"Paused since {request.since}.")
     # The request is a file that the worker looks for, so that a worker which starts later obeys it as well.
@@ -111,7 +111,7 @@ def resume(site: SiteArgument) -> None:
     from silo.worker.pause import resume as remove_pause
     from silo.worker.status import read_status
 
-    opened_site = Site(site).require_owned()
+    opened_site = Site(site).require_owner()
     if not remove_pause(opened_site):
         say("This site is not paused.")
     elif read_status(opened_site).circumstances.running:
@@ -187,7 +187,7 @@ def review(
 
     from silo.review.command import review_submission
 
-    review_submission(Site(site).require_owned(), page=page)
+    review_submission(Site(site).require_owner(), page=page)
 
 
 def approve(
@@ -212,7 +212,7 @@ def approve(
     from silo.worker.approval import approve as record_approval
     from silo.worker.approval import load_draft
 
-    opened_site = Site(site).require_owned()
+    opened_site = Site(site).require_owner()
     responsible = _responsible(despite_fail, role, reason)
     # People copy the digest from a page, or hear it on the telephone.
     record_approval(opened_site, digest.strip().lower(), responsible)
@@ -255,7 +255,7 @@ def accept(
 
     # By digest and not by name, so that the operator accepts the very bytes that were read out.
     plan_digest = _checked_digest("--digest", digest)
-    waiting = record_acceptance(Site(site).require_owned(), plan_digest)
+    waiting = record_acceptance(Site(site).require_owner(), plan_digest)
     accepted = "in advance"
     if waiting:
         accepted = f"plan {waiting.plan_id}, with {waiting.in_words}"
@@ -289,7 +289,7 @@ def waive(
     from silo.plan.waiver import parse_end, write_waiver
     from silo.worker.status import read_status
 
-    opened_sites = [Site(site).require_owned() for site in sites]
+    opened_sites = [Site(site).require_owner() for site in sites]
     # A waiver is for one plan: it must not carry over to experts that nobody had in mind (docs/adr/0051).
     waived_digests = [_plan_to_waive(site, plan_digest) for site in opened_sites]
     for site, waived_digest in zip(opened_sites, waived_digests, strict=True):
@@ -378,7 +378,7 @@ def retrain(
     from silo.worker.retraining import assess_retraining
     from silo.worker.retraining import retrain as start_over
 
-    opened_site = Site(site).require_owned()
+    opened_site = Site(site).require_owner()
     # New noise for other images costs epsilon once more, so that the price is shown first.
     state, price, changed = assess_retraining(opened_site)
     images = "are those that were scanned for this plan"
@@ -406,7 +406,7 @@ def withdraw(
         withdraw_from_plan,
     )
 
-    opened_site = Site(site).require_owned()
+    opened_site = Site(site).require_owner()
     # The leave is signed, so that nobody else can say it in this silo's name.
     key = open_key(opened_site, passphrase_file)
     state = load_state(opened_site.private / "state.json")

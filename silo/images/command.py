@@ -98,7 +98,7 @@ def image_source(
         opened_site = Site(site).require()
         # A scan is remembered in the site, unless another folder is named.
         if private is None:
-            opened_site.require_owned()
+            opened_site.require_owner()
         source = ImageSource.of_site(opened_site)
     elif data is not None:
         source = ImageSource(data.absolute(), default_folder(data))

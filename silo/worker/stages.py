@@ -170,8 +170,8 @@ def assign_images(
         pixels: what features are made of, where the cohort holds latents.
     """
     images = cohort.images if pixels is None else pixels
-    # In a block, images change each other's rounding, and a network that came with the plan may amplify that. One unit
-    # would then move others to other groups, which the epsilon of the counts does not cover.
+    # The place of an image in a block changes its rounding, and a network that came with the plan may amplify that. A
+    # unit with one image less would then move others to other groups, which the epsilon of the counts does not cover.
     encoder = files.encoder.for_single_samples()
     num_images = len(images)
     fine_N = torch.empty(num_images, dtype=torch.int64)

@@ -555,6 +555,23 @@ def test_bars_of_one_row_stand_beside_each_other_where_others_have_no_figure(
     assert left.get_xscale() == "log" and right.get_xlim()[0] == 0.0
 
 
+def test_picture_has_no_panel_without_figures_and_few_numbers_on_a_long_axis(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    drawn: list[Figures] = []
+    monkeypatch.setattr("examples.paper.tables.figures.plt.close", drawn.append)
+    table = Table(11, "joining", ("fid", "own_fid"), ())
+    for largest, ticks in (
+        (20.0, {2.0, 5.0, 10.0, 20.0}),
+        (9000.0, {10.0, 100.0, 1000.0, 10000.0}),
+    ):
+        cells = {"pooled": {0: cell(0, fid=2.0)}, "FedAvg": {0: cell(0, fid=largest)}}
+        draw_table(table, cells, tmp_path / "table.png", "")
+        (axis,) = drawn[-1].axes
+        low, high = axis.get_xlim()
+        assert {tick for tick in axis.get_xticks() if low <= tick <= high} - {1.0} == ticks
+
+
 def test_every_line_of_a_picture_looks_different(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     drawn: list[Figures] = []
     monkeypatch.setattr("examples.paper.tables.figures.plt.close", drawn.append)

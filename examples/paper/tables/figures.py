@@ -35,6 +35,8 @@ _BARS = {  # figure, title and unit of each panel of a table's picture
     9: (_FID, ("agreement", "agreement with the class", 1.0)),
     11: (_FID, ("own_fid", "FID against a silo's own images", 1.0)),
 }
+# Beyond this ratio of its ends, an axis has no room for three numbers in each decade.
+_LONG_AXIS = 500.0
 _LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac", "#b0307a")
 
 
@@ -47,7 +49,11 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         path: a PNG.
         origin: data set, preset and seeds, for the title.
     """
-    bars = _BARS.get(table.number, ())
+    bars = [
+        panel
+        for panel in _BARS.get(table.number, ())
+        if any(_point(by_seed, panel[0]) is not None for by_seed in cells.values())
+    ]
     height = 0.3 * len(cells) + 1.4 if bars else 4.2
     # Long labels need room beside the panels.
     width = max(9.0, max(map(len, cells), default=0) / 8.0) if bars else 9.0
@@ -122,10 +128,10 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit:
     axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
     # rows without a bar take their place too, beside the other panel's
     axis.set_ylim(len(labels) - 0.5, -0.5)
+    axis.margins(x=0.2)
     if as_ratios:
         axis.set_xscale("log")
         plain_ticks(axis.xaxis, (1, 2, 5), "{:g}".format)
-    axis.margins(x=0.2)
     if not as_ratios:
         axis.set_xlim(left=0.0)
     axis.set_title(title, fontsize=9)
@@ -189,7 +195,16 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
 
 
 def plain_ticks(axis: Axis, multiples: Sequence[int], write: Callable[[float], str]) -> None:
-    """Write the ticks of a logarithmic axis as numbers rather than powers."""
+    """Write the ticks of a logarithmic axis as numbers rather than powers.
+
+    Args:
+        axis: with everything drawn.
+        multiples: of the powers of its base, where a tick stands; of a long axis the powers alone.
+        write: writes a tick's number.
+    """
+    low, high = axis.get_view_interval()
+    if high > _LONG_AXIS * low:
+        multiples = (1,)
     base = axis.get_transform().base  # type: ignore[attr-defined]
     axis.set_major_locator(LogLocator(base, multiples))
     axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))

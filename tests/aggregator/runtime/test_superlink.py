@@ -197,8 +197,8 @@ def test_reply_that_is_pushed_twice_at_once_is_taken_once(world: World) -> None:
         return PushMessagesResponse(objects_to_push=[request.messages_list[0].metadata.message_id])
 
     checked = world.exchanges.take_replies_only(push)
-    asked = world.ask(world.north)
-    reply = world.message(world.north, SUPERLINK, asked.metadata.message_id)
+    question = world.ask(world.north)
+    reply = world.message(world.north, SUPERLINK, question.metadata.message_id)
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(checked, pushed(world.north, reply), world.state) for _ in range(2)]
     failures = [future.exception() for future in futures]

@@ -1,4 +1,4 @@
-"""An encoder that came with a plan and amplifies rounding: no image changes the group of another one."""
+"""An encoder that came with a plan and amplifies rounding: a unit with fewer images changes no other one's group."""
 
 from pathlib import Path
 
