@@ -137,7 +137,7 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> int:
     if given.base is not None:
         world = world.with_base(given.base)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
-    known = tables(preset)
+    known = tables(preset, world.num_classes)
     rows = rows_named([row for number in given.tables for row in known[number].rows], given.row)
     given.out.mkdir(parents=True, exist_ok=True)
     published = Published.of(given.out, given.published, settings_of(world, preset))

@@ -18,8 +18,9 @@ from examples.paper.bases import squares_of_photographs
 from examples.paper.tables.averaging import averaged
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.contents import tables
-from examples.paper.tables.data import World, read_world
+from examples.paper.tables.data import Part, World, read_world
 from examples.paper.tables.joining import (
+    FEWER_CLASSES,
     JOINING,
     PUBLIC,
     RANDOM,
@@ -118,6 +119,20 @@ def test_base_travels_to_every_silo_and_one_from_within_comes_from_one() -> None
     starts = {None: 8, PUBLIC_BASE: 16, LARGEST: 17, first_round: 24}
     for start, num in starts.items():
         assert num_messages(SILOS.model_copy(update={"start": start})) == num
+
+
+def test_silos_of_fewer_classes_are_left_out_where_some_would_have_no_image() -> None:
+    two_classes = torch.arange(3000) % 2
+    images = torch.zeros(3000, 1, 1, 1)
+    world = World("two classes", *[Part(images, two_classes)] * 4)
+    silo_N = world.silos(PRESET.num_islands, 0, FEWER_CLASSES)
+    assert torch.bincount(silo_N, minlength=PRESET.num_islands).min() == 0
+
+    table = joining(PRESET, world.num_classes)
+    every = [row.label for row in joining(PRESET).rows]
+    assert [row.label for row in table.rows] == [name for name in every if "0.1" not in name]
+    assert "with 2 classes, some silos would have no image" in table.note
+    assert joining(PRESET, 10) == joining(PRESET)
 
 
 def test_all_models_of_the_table_have_their_own_folders() -> None:

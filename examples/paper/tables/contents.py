@@ -1,6 +1,7 @@
 """What the tables hold: every row as plain data, from which a model is trained and samples are drawn."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from ddm.diffusion.solver import SolverName
 from examples.paper.tables.further import federated, objectives_and_classes, routers, students
@@ -18,8 +19,13 @@ _EVALUATIONS: Mapping[SolverName, int] = {
 }
 
 
-def tables(preset: Preset) -> dict[int, Table]:
-    """Return all tables, by number."""
+def tables(preset: Preset, num_classes: int | None = None) -> dict[int, Table]:
+    """Return all tables, by number.
+
+    Args:
+        preset: the sizes.
+        num_classes: of the data set, which leaves out what cannot be made with so few; None leaves nothing out.
+    """
     builders = (
         _strategies,
         _numbers,
@@ -31,7 +37,7 @@ def tables(preset: Preset) -> dict[int, Table]:
         federated,
         objectives_and_classes,
         _solvers,
-        joining,
+        partial(joining, num_classes=num_classes),
     )
     return {table.number: table for table in (make(preset) for make in builders)}
 

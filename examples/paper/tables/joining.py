@@ -46,13 +46,24 @@ def averaging(concentration: float, rounds: int, start: str) -> str:
     return f"Dirichlet {concentration:g}, equal FLOPs: FedAvg, {rounds} rounds, from {start}"
 
 
-def joining(preset: Preset) -> Table:
-    """Table 11: silos alone and together, federated averaging and pooled training, by where training starts."""
+def joining(preset: Preset, num_classes: int | None = None) -> Table:
+    """Table 11: silos alone and together, federated averaging and pooled training, by where training starts.
+
+    Args:
+        preset: the sizes.
+        num_classes: of the data set. With fewer classes than silos, `FEWER_CLASSES` would leave silos without an
+            image, and is left out; None leaves nothing out.
+    """
+    concentrations = [CONCENTRATION, FEWER_CLASSES]
+    left_out = ""
+    if num_classes is not None and num_classes < preset.num_islands:
+        concentrations = [CONCENTRATION]
+        left_out = f" Dirichlet {FEWER_CLASSES:g} is left out: with {num_classes} classes, some silos would have no image."
     rows = [
         Row(table=JOINING, label=pooled(RANDOM), source=Monolith()),
         Row(table=JOINING, label=pooled(PUBLIC), source=Monolith(start=PUBLIC_BASE)),
     ]
-    for concentration in (CONCENTRATION, FEWER_CLASSES):
+    for concentration in concentrations:
         rows += _equal_flops(preset, concentration)
         rows += _whole_budgets(preset, concentration)
     rows += _one_owner(preset)
@@ -86,7 +97,7 @@ def joining(preset: Preset) -> Table:
         f"batch and four times the steps. A seed takes {_SEED_SHARE:g} of the operations, on all images; the islands "
         "take the others. The best batch of the pooled model was chosen on validation images."
     )
-    return Table(JOINING, "What joining brings", columns, rows, note)
+    return Table(JOINING, "What joining brings", columns, rows, note + left_out)
 
 
 def _equal_flops(preset: Preset, concentration: float) -> list[Row]:
