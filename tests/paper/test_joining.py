@@ -30,6 +30,7 @@ from examples.paper.tables.joining import (
     joining,
     pooled,
 )
+from examples.paper.tables.joining import LARGEST as FROM_LARGEST
 from examples.paper.tables.judging import Judge, Judged
 from examples.paper.tables.lab import Lab, num_messages
 from examples.paper.tables.models import Made, Workshop, images_of, weights_of
@@ -131,7 +132,7 @@ def test_silos_of_fewer_classes_are_left_out_where_some_would_have_no_image() ->
     table = joining(PRESET, world.num_classes)
     every = [row.label for row in joining(PRESET).rows]
     assert [row.label for row in table.rows] == [name for name in every if "0.1" not in name]
-    assert "with 2 classes, some silos would have no image" in table.note
+    assert "with 2 classes, some silos would have no image, or too few to train" in table.note
     assert joining(PRESET, 10) == joining(PRESET)
 
 
@@ -331,6 +332,19 @@ def test_mean_of_fids_over_seeds_is_geometric_and_has_an_interval() -> None:
         interval = over_seeds(cells, name)
         assert interval == pytest.approx((62.5, 62.5 * math.exp(-half), 62.5 * math.exp(half)))
         assert over_seeds({0: cells[0]}, name) == (50.0, None, None)
+
+
+def test_target_without_a_silo_that_has_enough_test_images_is_not_measured() -> None:
+    starts = {RANDOM: {"fid": 2.0, "alone_fid": 8.0}, FROM_LARGEST: {"fid": 1.0}}
+    cells = {
+        ensemble(0.5, start, whole=True): {0: measured_cell(0, **figures)}
+        for start, figures in starts.items()
+    }
+    measured = {target.figure: target.value for target in targets({JOINING: cells})}
+    alone = "FID of the ensemble over that of the mean silo alone, whole budgets"
+    own = "FID of a silo's expert against its own images over that without a base, whole budgets"
+    assert measured[alone] == 0.25
+    assert measured[f"{own}, mean of the silos"] is None
 
 
 def test_averaging_through_flower_has_the_silos_of_its_concentration(

@@ -58,7 +58,10 @@ def joining(preset: Preset, num_classes: int | None = None) -> Table:
     left_out = ""
     if num_classes is not None and num_classes < preset.num_islands:
         concentrations = [CONCENTRATION]
-        left_out = f" Dirichlet {FEWER_CLASSES:g} is left out: with {num_classes} classes, some silos would have no image."
+        left_out = (
+            f" Dirichlet {FEWER_CLASSES:g} is left out: with {num_classes} classes, some silos would have no image, "
+            "or too few to train."
+        )
     rows = [
         Row(table=JOINING, label=pooled(RANDOM), source=Monolith()),
         Row(table=JOINING, label=pooled(PUBLIC), source=Monolith(start=PUBLIC_BASE)),

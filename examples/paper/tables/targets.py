@@ -285,8 +285,13 @@ def _ratio(
     if over is None or over not in cells or under not in cells:
         return TableTarget(figure, target)
     seeds = sorted(cells[over].keys() & cells[under].keys())
-    pairs = [(cells[over][seed], cells[under][seed]) for seed in seeds]
     name_under = name_under or name
+    # Small silos have no FID against their own images.
+    pairs = [
+        (cells[over][seed], cells[under][seed])
+        for seed in seeds
+        if name in cells[over][seed].figures and name_under in cells[under][seed].figures
+    ]
     values = [
         a.figures[name].value / b.figures[name_under].value
         for a, b in pairs
