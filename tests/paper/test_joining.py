@@ -236,13 +236,17 @@ def test_expert_on_a_gpu_is_compared_there_and_leaves_it_as_the_start_of_others(
 def silo_lab(
     world: World, folder: Path, test_images_of_silos: list[int], min_reference: int = 256
 ) -> Lab:
-    """A lab whose silos have this many test images, with a judge whose FIDs are the sizes of their references."""
+    """A lab whose silos have this many test images, with a judge whose FIDs are the sizes of their references.
+
+    The sum of all pixels is added.
+    """
     silo_M = torch.repeat_interleave(
         torch.arange(len(test_images_of_silos)), torch.tensor(test_images_of_silos)
     )
 
     def fid(images: torch.Tensor, rows: torch.Tensor | None = None) -> Figure:
-        return Figure(value=10_000.0 if rows is None else float(len(rows)))
+        size = 10_000 if rows is None else len(rows)
+        return Figure(value=size + float(images.sum()))
 
     def silos_of_test_images(num: int, seed: int, concentration: float) -> torch.Tensor:
         return silo_M
@@ -283,9 +287,12 @@ def test_silos_of_few_test_images_have_no_fid_of_their_own(
     own_K = [torch.arange(num) for num in (10, 20, 30)]
     made = cast(Made, SimpleNamespace(ensemble=ensemble_of_silos, own_K=own_K))
     source = Experts(num=3, partition="silos", whole=True)
-    figures = silo_lab(world, tmp_path, test_images)._alone(source, made, seed=0)
+    joint_images = torch.ones(1, 1, 1, 1)
+    figures = silo_lab(world, tmp_path, test_images)._alone(source, made, joint_images, seed=0)
     assert figures.get("own_fid") == own_fid
+    assert figures.get("joint_own_fid") == (None if own_fid is None else own_fid + 1)
     assert figures.get("smallest_own_fid") == smallest
+    assert figures.get("smallest_joint_own_fid") == (None if smallest is None else smallest + 1)
     assert figures["own_silos"] == sum(num >= 256 for num in test_images)
     assert figures["alone_fid"] == 10_000.0
 

@@ -155,8 +155,8 @@ def further(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some rows of each; the smoke test measures all."""
     out = tmp_path_factory.mktemp("further") / "out"
 
-    def some(preset: Preset) -> dict[int, Table]:
-        chosen = {number: tables(preset)[number] for number in SOME}
+    def some(preset: Preset, num_classes: int) -> dict[int, Table]:
+        chosen = {number: tables(preset, num_classes)[number] for number in SOME}
         return {
             n: replace(chosen[n], rows=[row for row in chosen[n].rows if row.label in SOME[n]])
             for n in SOME

@@ -19,6 +19,7 @@ LARGEST = "the largest silo's expert"
 LONGER = "the largest silo's expert, trained longer"
 SMALLEST = "the smallest silo's expert"
 SECOND = "the best expert of a first round"
+SMALLER = "random weights, in smaller batches"
 FEWER_CLASSES = 0.1  # concentration of the silos that differ more
 
 
@@ -69,12 +70,14 @@ def joining(preset: Preset, num_classes: int | None = None) -> Table:
     for concentration in concentrations:
         rows += _equal_flops(preset, concentration)
         rows += _whole_budgets(preset, concentration)
+    rows += _further(preset)
     rows += _one_owner(preset)
     columns = (
         "fid",
         "recall",
         "alone_fid",
         "own_fid",
+        "joint_own_fid",
         "smallest_own_fid",
         "rounds",
         "bytes",
@@ -84,7 +87,8 @@ def joining(preset: Preset, num_classes: int | None = None) -> Table:
         f"{preset.num_islands} silos divide every class by a draw of a Dirichlet distribution. FID and recall compare "
         "the samples of the ensemble (lock(1)), or of the one model, with all test images. *Alone* is the mean FID of "
         "the silos' single experts against all test images. *Own* is the mean FID of these experts against test images "
-        "with the silo's own mix of classes. Both are measured for silos with whole budgets. Silos with fewer such "
+        "with the silo's own mix of classes. *Together, own* compares these with samples of the ensemble, which have "
+        "the mix of all silos. All three are measured for silos with whole budgets. Silos with fewer such "
         "images than four times the number of the classifier's features (256) are left out of *own*, since FID against "
         "so few images is far too high. The smallest silo then has no figure of its own. At equal FLOPs, all silos "
         "together take the operations of the pooled model. If the base comes from within the federation, half of these "
@@ -98,7 +102,8 @@ def joining(preset: Preset, num_classes: int | None = None) -> Table:
         "Flower's mean. Its bytes, and those of the ensemble, are those of the weights, without messages and "
         "documents; table 8 counts bytes on the wire. Islands of one owner are feature clusters with a quarter of the "
         f"batch and four times the steps. A seed takes {_SEED_SHARE:g} of the operations, on all images; the islands "
-        "take the others. The best batch of the pooled model was chosen on validation images."
+        "take the others. *In smaller batches* also means a quarter of the batch and four times the steps. The best "
+        "batch of the pooled model was chosen on validation images."
     )
     return Table(JOINING, "What joining brings", columns, rows, note + left_out)
 
@@ -142,6 +147,28 @@ def _equal_flops(preset: Preset, concentration: float) -> list[Row]:
             label = averaging(concentration, rounds, start)
             rows.append(Row(table=JOINING, label=label, source=source))
     return rows
+
+
+def _further(preset: Preset) -> list[Row]:
+    """Rows of overlapping silos alone, which answer what the others leave open."""
+    silos = Experts(num=preset.num_islands, partition="silos")
+    whole = silos.model_copy(update={"whole": True})
+    averaged = Federated(
+        num=preset.num_islands,
+        rounds=preset.rounds,
+        in_process=True,
+        budget=0.5,
+        start=_expert_of(preset, CONCENTRATION, "largest", 0.5),
+    )
+    sources: dict[str, Experts | Federated] = {
+        # The base that is trained longer takes smaller batches too.
+        ensemble(CONCENTRATION, SMALLER): silos.model_copy(update={"updates": _SMALLER_BATCHES}),
+        averaging(CONCENTRATION, preset.rounds, LARGEST): averaged,
+        ensemble(CONCENTRATION, SECOND, whole=True): whole.model_copy(
+            update={"start": FirstRound(experts=whole)}
+        ),
+    }
+    return [Row(table=JOINING, label=label, source=source) for label, source in sources.items()]
 
 
 def _one_owner(preset: Preset) -> list[Row]:

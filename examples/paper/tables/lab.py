@@ -358,11 +358,11 @@ class Lab:
                 self.workshop, row.source, self.name(row.source, self.rate(row.source).rate, seed)
             )
         if row.table == JOINING and not isinstance(row.source, Student):
-            figures |= self._joining(row.source, made, seed)
+            figures |= self._joining(row.source, made, images, seed)
         return self._cell(seed, num, seconds, figures, made, router_of(ensemble, row))
 
     def _joining(
-        self, source: Monolith | Experts | Federated, made: Made, seed: int
+        self, source: Monolith | Experts | Federated, made: Made, images: Tensor, seed: int
     ) -> dict[str, Figure]:
         """Return what travels, what the base cost, and what every silo's expert is worth by itself."""
         num_bytes = 4 * sum(weight.numel() for weight in weights_of(made.ensemble, 0).values())
@@ -377,7 +377,7 @@ class Lab:
             figures["bytes"] = num_messages(source) * num_bytes
             if source.whole:
                 # Only then has a silo alone as many operations as it would have without the others.
-                figures |= self._alone(source, made, seed)
+                figures |= self._alone(source, made, images, seed)
         return {name: Figure(value=float(value)) for name, value in figures.items()}
 
     def _start_cost(self, source: Monolith | FirstRound, seed: int) -> float:
@@ -392,15 +392,19 @@ class Lab:
         least = self.judge.min_reference
         return {silo: rows for silo, rows in rows_of_silos.items() if len(rows) >= least}
 
-    def _alone(self, source: Experts, made: Made, seed: int) -> dict[str, float]:
+    def _alone(
+        self, source: Experts, made: Made, joint_images: Tensor, seed: int
+    ) -> dict[str, float]:
         """Return the FIDs of the silos' single experts against all test images and against the silo's own.
 
         `own_fid` is the mean over the silos that have enough test images, `own_silos` their number. There is no
-        `smallest_own_fid` where the smallest silo is not among them.
+        `smallest_own_fid` where the smallest silo is not among them. `joint_own_fid` and `smallest_joint_own_fid` are
+        the same with the samples of the ensemble, `joint_images`.
         """
         references = self._own_references(source, seed)
         against_all = []
         against_own = {}
+        joint_against_own = {}
         for silo in range(source.num):
             alone = replace(
                 made.ensemble,
@@ -416,16 +420,19 @@ class Lab:
             against_all.append(self.judge.fid(images).value)
             if silo in references:
                 against_own[silo] = self.judge.fid(images, references[silo]).value
+                joint_against_own[silo] = self.judge.fid(joint_images, references[silo]).value
         figures = {
             "alone_fid": sum(against_all) / source.num,
             "own_silos": float(len(against_own)),
         }
         if against_own:
             figures["own_fid"] = sum(against_own.values()) / len(against_own)
+            figures["joint_own_fid"] = sum(joint_against_own.values()) / len(against_own)
         sizes = [len(rows) for rows in made.own_K]
         smallest = sizes.index(min(sizes))
         if smallest in against_own:
             figures["smallest_own_fid"] = against_own[smallest]
+            figures["smallest_joint_own_fid"] = joint_against_own[smallest]
         return figures
 
     def _routers(self, made: Made, seed: int) -> Routers:

@@ -38,6 +38,7 @@ _TITLES = {
     "smallest_recall": "recall of its test images",
     "alone_fid": "FID, alone",
     "own_fid": "FID, own images",
+    "joint_own_fid": "together, own",
     "smallest_own_fid": "the smallest silo's",
     "rounds": "rounds",
     "bytes": "bytes",
@@ -55,6 +56,7 @@ _PLACES = {
     "images_per_s": 0,
     "alone_fid": 1,
     "own_fid": 1,
+    "joint_own_fid": 1,
     "smallest_own_fid": 1,
     "rounds": 0,
 }

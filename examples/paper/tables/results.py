@@ -24,7 +24,9 @@ RATIOS = {
     "fid_pca",
     "alone_fid",
     "own_fid",
+    "joint_own_fid",
     "smallest_own_fid",
+    "smallest_joint_own_fid",
 }  # which differ by factors from seed to seed
 # which lie between 0 and 1
 _SHARES = {

@@ -23,6 +23,7 @@ from examples.paper.tables.joining import (
     PUBLIC,
     RANDOM,
     SEEDED,
+    SMALLER,
     averaging,
     ensemble,
     pooled,
@@ -126,11 +127,14 @@ def targets(found: Mapping[int, Cells]) -> list[TableTarget]:
 
 def _joining(cells: Cells) -> list[TableTarget]:
     """What joining and a shared base bring; see `examples.paper.tables.joining`."""
-    by_start = {start: ensemble(CONCENTRATION, start) for start in (RANDOM, PUBLIC, LONGER)}
+    by_start = {
+        start: ensemble(CONCENTRATION, start) for start in (RANDOM, PUBLIC, LONGER, SMALLER)
+    }
     whole = {start: ensemble(CONCENTRATION, start, whole=True) for start in (RANDOM, LARGEST)}
     many_rounds = averaging(CONCENTRATION, 100, PUBLIC)
     silos = "FID of Dirichlet(.5) silos from a public base over that of"
     alone = "FID of the ensemble over that of the mean silo alone, whole budgets"
+    joint = "FID of the ensemble against a silo's own images over that of the silo's expert, whole budgets"
     own = "FID of a silo's expert against its own images over that without a base, whole budgets"
     return [
         _ratio(
@@ -163,6 +167,13 @@ def _joining(cells: Cells) -> list[TableTarget]:
             by_start[RANDOM],
         ),
         _ratio(
+            "FID of silos from one silo's expert, trained longer, over that from random weights in smaller batches",
+            0.5,
+            cells,
+            by_start[LONGER],
+            by_start[SMALLER],
+        ),
+        _ratio(
             "FID of one owner's islands from a seed inside the budget over that of pooled training, best batch",
             0.8,
             cells,
@@ -178,6 +189,24 @@ def _joining(cells: Cells) -> list[TableTarget]:
             whole[RANDOM],
             name="fid",
             name_under="alone_fid",
+        ),
+        _ratio(
+            f"{joint}, mean of the silos",
+            1.0,
+            cells,
+            whole[RANDOM],
+            whole[RANDOM],
+            name="joint_own_fid",
+            name_under="own_fid",
+        ),
+        _ratio(
+            f"{joint}, the smallest silo",
+            0.8,
+            cells,
+            whole[RANDOM],
+            whole[RANDOM],
+            name="smallest_joint_own_fid",
+            name_under="smallest_own_fid",
         ),
         _ratio(
             f"{own}, mean of the silos", 1.0, cells, whole[LARGEST], whole[RANDOM], name="own_fid"
