@@ -101,7 +101,12 @@ def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_
     data = Data.of(world, (1, 2), (0, 3))
     whole = LeakWorkshop(data, world, Path("unused"), 1.0)
     plans = {name: plan_of(SHAPE, choice, 350) for name, choice in CHOICES.items()}
-    private = {"base-8", "base-2", "lora-8", "lora-2"}
+    private = {
+        f"{way}-{epsilon}{steps}"
+        for way in ("base", "lora")
+        for epsilon in (8, 2)
+        for steps in ("", "-tenth", "-all")
+    }
     assert {name for name, plan in plans.items() if plan.expert.privacy} == private
     whole.__dict__["base"] = None
     paid = [Silo(whole, CHOICES[name], 50).expert.paid for name in ("lora-8", "lora-2")]

@@ -16,7 +16,7 @@ _PATCHES = 4  # along either side, whatever the resolution: 16 tokens
 _DRAWS = 2
 _STEPS = 1500
 _FEWEST = 30
-_PARTS = ((5, "fifth"), (10, "tenth"), (_FEWEST, "thirtieth"))
+_PARTS = ((5, "fifth"), (10, "tenth"), (_FEWEST, "thirtieth"), (40, "fortieth"))
 _RATE = 0.004
 
 
@@ -51,16 +51,20 @@ def _choices() -> dict[str, TrainingChoice]:
     for name, way in ways.items():
         choices[name] = way
         for share, part in _PARTS:
-            if share == _FEWEST and not way.from_base:
+            if share >= _FEWEST and not way.from_base:
                 # From random weights so few steps give noise.
                 continue
             label = f"{way.label}, a {part} of the steps"
             choices[f"{name}-{part}"] = replace(way, label=label, steps=_STEPS // share)
     for name in ("base", "lora"):
-        fewer = choices[f"{name}-fifth"]
+        # A fifth of the steps is what private training usually takes here, and has the shortest name.
+        private = {"": f"{name}-fifth", "-tenth": f"{name}-tenth", "-all": name}
         for epsilon in (8, 2):
-            label = f"{fewer.label}, DP-SGD epsilon {epsilon}"
-            choices[f"{name}-{epsilon}"] = replace(fewer, label=label, epsilon=float(epsilon))
+            for suffix, without in private.items():
+                label = f"{choices[without].label}, DP-SGD epsilon {epsilon}"
+                choices[f"{name}-{epsilon}{suffix}"] = replace(
+                    choices[without], label=label, epsilon=float(epsilon)
+                )
     return choices
 
 
