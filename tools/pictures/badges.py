@@ -29,7 +29,7 @@ def tests_badge() -> str:
 
 def maturity_badge() -> str:
     """How far the software was tried on GPUs: docs/results/benchmarks.md."""
-    return _badge("GPU", "one, for 15 minutes", "#b3530a")
+    return _badge("GPU", "one, for half an hour", "#b3530a")
 
 
 def _project() -> dict[str, Any]:
