@@ -59,7 +59,12 @@ def base(
     import torch
     from pydantic import ValidationError
 
-    from aggregator.planning.base_training import read_base_images, train_base, trained_base_of
+    from aggregator.planning.base_training import (
+        check_base_architecture,
+        read_base_images,
+        train_base,
+        trained_base_of,
+    )
     from aggregator.planning.recipe import Recipe
     from ddm.images.samples import open_image_set
     from ddm.io.settings import load_settings
@@ -68,6 +73,7 @@ def base(
     federation = Federation(fed).require_owner()
     chosen = load_settings(Recipe, recipe)
     folder = trained_base_of(chosen).folder
+    check_base_architecture(chosen)
     # By themselves, torch's threads heed no cgroup.
     torch.set_num_threads(default_threads())
     try:

@@ -118,7 +118,7 @@ def read_base_images(
     """Read the public images that plans are fitted on, as experts of the recipe see them.
 
     Raises:
-        SetupError: an architecture that needs texts, or samples of another shape.
+        SetupError: an architecture that needs samples of another shape.
         DataError, MissingFileError: images or classes that do not fit the recipe.
     """
     condition = _condition(recipe, networks)
@@ -144,28 +144,36 @@ def read_base_images(
     )
 
 
+def check_base_architecture(recipe: SharedRecipe) -> None:
+    """Refuse an architecture of which no base can be trained, by the recipe alone.
+
+    Raises:
+        SetupError: an mmdit, or another architecture than a dit with texts.
+    """
+    architecture = recipe.expert.architecture
+    has_texts = recipe.condition.kind == "text"
+    match architecture:
+        case Mmdit():
+            reason = "mmdit, which always reads one"
+            remedy = (
+                'Choose a dit, or start from a checkpoint of diffusers: base.kind = "diffusers".'
+            )
+        case Unet() if has_texts:
+            reason = "unet, to which no plan adds the layers that read one"
+            remedy = "Choose a dit."
+        case Unet() | Dit():
+            return
+        case _:
+            assert_never(architecture)
+    expected = "a dit: a base is trained without texts, and only a dit learns to read them later"
+    if not has_texts:
+        expected = "a dit or a unet: a base is trained without texts"
+    raise SetupError("recipe, expert.architecture", expected=expected, got=reason, remedy=remedy)
+
+
 def _condition(recipe: SharedRecipe, networks: RecipeNetworks) -> Condition:
     """Return what the base is conditioned on: the recipe's classes; texts are added when a plan starts from it."""
-    if isinstance(networks.condition, TextCondition):
-        architecture = recipe.expert.architecture
-        match architecture:
-            case Mmdit():
-                reason = "mmdit, which always reads one"
-                remedy = 'Choose a dit, or start from a checkpoint of diffusers: base.kind = "diffusers".'
-            case Unet():
-                reason = "unet, to which no plan adds the layers that read one"
-                remedy = "Choose a dit."
-            case Dit():
-                return NoCondition()
-            case _:
-                assert_never(architecture)
-        raise SetupError(
-            "recipe, expert.architecture",
-            expected="a dit: a base is trained without texts, and only a dit learns to read them later",
-            got=reason,
-            remedy=remedy,
-        )
-    if trained_base_of(recipe).unconditional:
+    if trained_base_of(recipe).unconditional or isinstance(networks.condition, TextCondition):
         return NoCondition()
     return networks.condition
 

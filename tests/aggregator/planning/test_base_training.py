@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +11,13 @@ import torch
 
 from aggregator.intake.examination import public_images
 from aggregator.planning import base_training
-from aggregator.planning.base_training import BaseImages, read_base_images, train_base
+from aggregator.planning.base_training import BaseImages, train_base
 from aggregator.planning.recipe import Recipe
 from ddm.errors import SetupError
-from ddm.images.samples import ImageSet
 from ddm.io.tensors import load_tensors
 from ddm.planning.bases import BaseSpace, open_base
-from ddm.planning.networks import RecipeNetworks
 from ddm.planning.trained_base import TrainedBaseCard, images_digest
-from ddm.protocol.architecture import ClassCondition, NoCondition, TextCondition
+from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import sha256_file
 from ddm.protocol.bases import TrainedBase
 from ddm.protocol.latent import IdentityLatent
@@ -34,6 +32,17 @@ TRAINING = {
     "batch_size": 8,
     "ema_decay": 0.5,
     "precision": "fp32",
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "mmdit": {"kind": "mmdit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2},
+    "unet": {
+        "kind": "unet",
+        "channels": [8, 8],
+        "attention": [False, False],
+        "num_res_blocks": 1,
+        "head_channels": 8,
+        "norm_groups": 4,
+    },
 }
 SETTINGS = TrainingSettings(device="cpu")
 
@@ -190,36 +199,27 @@ def test_jobs_of_two_bases_of_the_same_images_have_their_own_folders(
     assert folders[0] == folders[2] != folders[1]
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        {"kind": "mmdit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2},
-        {
-            "kind": "unet",
-            "channels": [8, 8],
-            "attention": [False, False],
-            "head_channels": 8,
-            "norm_groups": 4,
-        },
-    ],
-    ids=["mmdit", "unet"],
-)
-def test_base_for_texts_is_refused_before_images_are_read_unless_it_is_a_dit(
-    tmp_path: Path, architecture: dict[str, Any]
+@pytest.mark.parametrize(("kind", "has_texts"), [("mmdit", True), ("mmdit", False), ("unet", True)])
+def test_base_is_refused_before_anything_is_opened_for_an_architecture_that_it_cannot_have(
+    tmp_path: Path, kind: str, has_texts: bool
 ) -> None:
     """The fault: a unet was trained for hours, and no plan could add the layers that read a text."""
-    chosen = recipe(
-        condition={"kind": "text", "encoder": "clip", "max_tokens": 2},
-        expert={"architecture": architecture, "training": TRAINING | {"learning_rate": 0.001}},
-        base=table(tmp_path / "base", training=TRAINING | {"learning_rate": 0.001}),
-    )
-    networks = RecipeNetworks(TextCondition(dim=4, max_tokens=2), None, None, None)
-    unread = cast(ImageSet, None)
-    with pytest.raises(SetupError) as caught:
-        read_base_images(unread, chosen, networks)
-    assert caught.value.subject == "recipe, expert.architecture"
-    assert caught.value.got is not None and architecture["kind"] in caught.value.got
-    assert caught.value.remedy is not None and "Choose a dit" in caught.value.remedy
+    tiny = TinyFederation.create(tmp_path / "tiny", {})
+    described = recipe().model_dump(mode="json", exclude_none=True)
+    described["expert"]["architecture"] = ARCHITECTURES[kind]
+    described["base"] = table(tmp_path / "base", training=TRAINING | {"learning_rate": 0.001})
+    if has_texts:
+        # There is no such encoder, and there are no such images.
+        described["condition"] = {"kind": "text", "encoder": "missing", "max_tokens": 2}
+    chosen = tmp_path / "plan.toml"
+    chosen.write_bytes(tomli_w.dumps(described).encode())
+    words = ["aggregator", "base", tiny.federation.path, "--recipe", chosen]
+    refused = run_command(*words, "--public", tmp_path / "missing.npz")
+    assert refused.code == SetupError.exit_code
+    assert "recipe, expert.architecture" in refused.err
+    assert "a base is trained without texts" in refused.err
+    assert f"found:    {kind}, " in refused.err
+    assert "Choose a dit" in refused.err
 
 
 def test_command_trains_a_base_with_classes_and_names_the_next_one(tmp_path: Path) -> None:
@@ -264,13 +264,7 @@ def test_command_names_what_the_training_of_a_unet_lacks_before_it_reads_images(
 ) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {})
     described = recipe().model_dump(mode="json", exclude_none=True)
-    described["expert"]["architecture"] = {
-        "kind": "unet",
-        "channels": [8, 8],
-        "attention": [False, False],
-        "head_channels": 8,
-        "norm_groups": 4,
-    }
+    described["expert"]["architecture"] = ARCHITECTURES["unet"]
     training = TRAINING | {"learning_rate": 0.001} | change
     stated = {name: value for name, value in training.items() if value is not None}
     described["base"] = table(tmp_path / "base", training=stated)
@@ -343,3 +337,35 @@ def test_plan_starts_from_a_base_only_if_it_holds_out_the_same_public_images(
     card = TrainedBaseCard.parse((tmp_path / "base" / "base.json").read_bytes(), subject="card")
     kept = public_images(tiny.federation, plan.plan_id, "fitted", as_latents=False)
     assert images_digest(kept) == card.public_digest
+
+
+def test_plan_of_unets_starts_from_a_base_of_a_unet(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
+    public = tmp_path / "public.npz"
+    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
+    np.savez(public, images=np.concatenate(centres))
+    secret = tmp_path / "pass"
+    secret.write_bytes(PASSPHRASE + b"\n")
+    described = recipe().model_dump(mode="json", exclude_none=True)
+    described["expert"]["architecture"] = ARCHITECTURES["unet"]
+    training = TRAINING | {"num_steps": 4, "learning_rate": 0.001}
+    described["base"] = table(tmp_path / "base", training=training)
+    chosen = tmp_path / "plan.toml"
+    chosen.write_bytes(tomli_w.dumps(described).encode())
+    words = [tiny.federation.path, "--recipe", chosen, "--public", public]
+    trained = run_command("aggregator", "base", *words, "--device", "cpu")
+    assert trained.code == 0, trained.err
+    signed = run_command("aggregator", "plan", *words, "--passphrase-file", secret, "--yes")
+    assert signed.code == 0, signed.err
+
+    plan, _ = tiny.federation.current_plan()
+    assert plan.base is not None
+    # A quarter of the 240 public images is held out to judge routers and experts.
+    assert (plan.base.num_images, plan.base.changes) == (180, ())
+    weights = load_tensors(tmp_path / "base" / "base.safetensors", None, max_bytes=1 << 20)
+    sent_path = tiny.federation.plan_targets(plan.plan_id) / "plan/base.safetensors"
+    sent = load_tensors(sent_path, None, max_bytes=1 << 20)
+    assert sent.keys() == weights.keys()
+    assert all(torch.equal(sent[name], weights[name]) for name in weights)
+    # A fresh network answers 0 whatever it is given; training has changed its last layer.
+    assert bool(sent["net.out.2.conv.weight"].any())

@@ -15,6 +15,7 @@ from ddm.protocol.architecture import (
     ClassCondition,
     Condition,
     Dit,
+    Mmdit,
     NoCondition,
     TextCondition,
     Unet,
@@ -24,12 +25,20 @@ DIT = Dit(patch=2, hidden=16, depth=2, heads=2)
 UNET = Unet(
     channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4
 )
+MMDIT = Mmdit(patch=2, hidden=16, depth=2, heads=2, shared_depth=1)
 GREY = (1, 8, 8)
 COLOUR = (3, 8, 8)
 NONE = NoCondition()
 THREE = ClassCondition(num_classes=3)
 FIVE = ClassCondition(num_classes=5)
+TEXT = TextCondition(dim=6, max_tokens=3)
+# An mmdit has no classes, and neither of the others needs a text.
 BOTH = pytest.mark.parametrize("architecture", [DIT, UNET], ids=["dit", "unet"])
+ALL = pytest.mark.parametrize(
+    ("architecture", "condition"),
+    [(DIT, NONE), (UNET, NONE), (MMDIT, TEXT)],
+    ids=["dit", "unet", "mmdit"],
+)
 
 
 def made_network(
@@ -63,9 +72,24 @@ def samples(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.randn(4, *shape, generator=random), torch.tensor([0.1, 0.4, 0.6, 0.9])
 
 
-def test_base_of_the_same_network_is_taken_unchanged() -> None:
-    base = made_network(DIT, GREY, THREE)
-    fitted = fit_base(BaseWeights(base.state_dict(), GREY), DIT, GREY, THREE)
+def texts(condition: Condition) -> tuple[Tensor, ...]:
+    """The texts of the samples as a network's third input; none for a network that reads no text."""
+    if not isinstance(condition, TextCondition):
+        return ()
+    random = torch.Generator().manual_seed(6)
+    return (torch.randn(4, condition.max_tokens, condition.dim, generator=random),)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "condition"),
+    [(DIT, THREE), (UNET, THREE), (MMDIT, TEXT)],
+    ids=["dit", "unet", "mmdit"],
+)
+def test_base_of_the_same_network_is_taken_unchanged(
+    architecture: Architecture, condition: Condition
+) -> None:
+    base = made_network(architecture, GREY, condition)
+    fitted = fit_base(BaseWeights(base.state_dict(), GREY), architecture, GREY, condition)
     assert fitted.changes == ()
     assert all(
         torch.equal(fitted.tensors[name], value) for name, value in base.state_dict().items()
@@ -107,37 +131,52 @@ def test_base_with_classes_answers_in_a_plan_without_them_as_for_no_class(
     torch.testing.assert_close(network(x, t), base(x, t, torch.full((4,), -1)))
 
 
-@BOTH
+@ALL
 @torch.no_grad()
 def test_colour_base_answers_a_grey_sample_as_the_same_values_in_every_channel_averaged(
-    architecture: Architecture,
+    architecture: Architecture, condition: Condition
 ) -> None:
-    base = made_network(architecture, COLOUR)
-    network = fitted_network(base, architecture, GREY, base_shape=COLOUR)
+    base = made_network(architecture, COLOUR, condition)
+    network = fitted_network(base, architecture, GREY, condition, base_shape=COLOUR)
     x, t = samples(GREY)
-    expected = base(x.expand(-1, 3, -1, -1), t).mean(1, keepdim=True)
-    torch.testing.assert_close(network(x, t), expected, atol=1e-5, rtol=1e-4)
+    given = texts(condition)
+    expected = base(x.expand(-1, 3, -1, -1), t, *given).mean(1, keepdim=True)
+    torch.testing.assert_close(network(x, t, *given), expected, atol=1e-5, rtol=1e-4)
 
 
-@BOTH
+@ALL
 @torch.no_grad()
 def test_grey_base_answers_every_channel_as_the_mean_of_the_channels(
-    architecture: Architecture,
+    architecture: Architecture, condition: Condition
 ) -> None:
-    base = made_network(architecture, GREY)
-    network = fitted_network(base, architecture, COLOUR, base_shape=GREY)
+    base = made_network(architecture, GREY, condition)
+    network = fitted_network(base, architecture, COLOUR, condition, base_shape=GREY)
     x, t = samples(COLOUR)
-    expected = base(x.mean(1, keepdim=True), t).expand(-1, 3, -1, -1)
-    torch.testing.assert_close(network(x, t), expected, atol=1e-5, rtol=1e-4)
+    given = texts(condition)
+    expected = base(x.mean(1, keepdim=True), t, *given).expand(-1, 3, -1, -1)
+    torch.testing.assert_close(network(x, t, *given), expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
 def test_base_without_texts_answers_a_text_as_it_did_without() -> None:
     base = made_network(DIT, GREY)
-    text = TextCondition(dim=6, max_tokens=3)
-    network = fitted_network(base, DIT, GREY, text)
+    network = fitted_network(base, DIT, GREY, TEXT)
     x, t = samples(GREY)
     torch.testing.assert_close(network(x, t, torch.ones(4, 3, 6)), base(x, t))
+
+
+def test_mmdit_without_what_reads_a_text_gets_it_new_and_keeps_every_other_weight() -> None:
+    """So it is with a checkpoint of diffusers, whose layers read other encoders' texts."""
+    base = made_network(MMDIT, GREY, TEXT).state_dict()
+    of_images = {
+        name: value for name, value in base.items() if not name.startswith(("text.", "pooled."))
+    }
+    assert len(base) - len(of_images) == 7
+    fitted = fit_base(BaseWeights(of_images, GREY), MMDIT, GREY, TEXT)
+    assert fitted.changes == ("7 tensors that read a text added, with initial weights",)
+    fresh = build_expert(MMDIT, GREY, condition=TEXT, seed=0).state_dict()
+    for name, value in fitted.tensors.items():
+        assert torch.equal(value, of_images.get(name, fresh[name])), name
 
 
 def test_places_of_a_larger_image_lie_between_those_of_the_base() -> None:
@@ -164,14 +203,19 @@ def test_places_of_a_larger_image_lie_between_those_of_the_base() -> None:
     torch.testing.assert_close(positions[::2, ::2], known)
 
 
-def test_larger_samples_need_no_other_tensors_and_the_change_is_stated() -> None:
+@pytest.mark.parametrize(
+    ("transformer", "condition"), [(DIT, NONE), (MMDIT, TEXT)], ids=["dit", "mmdit"]
+)
+def test_larger_samples_need_no_other_tensors_and_the_change_is_stated(
+    transformer: Dit | Mmdit, condition: Condition
+) -> None:
     large = (1, 16, 16)
-    base = made_network(DIT, GREY)
-    architecture = DIT.spanning(DIT.patch_grid(GREY), large)
+    base = made_network(transformer, GREY, condition)
+    architecture = transformer.spanning(transformer.patch_grid(GREY), large)
     assert architecture.position_grid == (4, 4)
-    fitted = fit_base(BaseWeights(base.state_dict(), GREY), architecture, large, NONE)
+    fitted = fit_base(BaseWeights(base.state_dict(), GREY), architecture, large, condition)
     assert fitted.changes == ("samples of 16 x 16 instead of 8 x 8",)
-    assert set(fitted.tensors) == set(expected_tensors(architecture, large))
+    assert set(fitted.tensors) == set(expected_tensors(architecture, large, condition))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +246,18 @@ def test_larger_samples_need_no_other_tensors_and_the_change_is_stated() -> None
             (UNET, GREY, TextCondition(dim=4, max_tokens=2)),
             "null",
             id="text of a unet",
+        ),
+        pytest.param(
+            (MMDIT, GREY, TEXT),
+            (MMDIT, GREY, TextCondition(dim=4, max_tokens=3)),
+            "text.mlp.0.weight",
+            id="text of another width",
+        ),
+        pytest.param(
+            (MMDIT, GREY, TEXT),
+            (MMDIT.model_copy(update={"shared_depth": 0}), GREY, TEXT),
+            "joint.1.image.qkv.weight",
+            id="shared block",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddm.errors import DataError, DigestError, DocumentError, MissingFileError
 from ddm.io.tensors import load_tensors, save_tensors, spec_of
@@ -36,17 +36,33 @@ RECIPE = {
     "ema_decay": 0.5,
 }
 CLASSES = {"kind": "class", "num_classes": 3}
+TEXT = {"kind": "text", "dim": 3, "max_tokens": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "dit": {"kind": "dit", "patch": 2, "hidden": 8, "depth": 1, "heads": 2},
+    "mmdit": {"kind": "mmdit", "patch": 2, "hidden": 16, "depth": 2, "heads": 2, "shared_depth": 1},
+    "unet": {
+        "kind": "unet",
+        "channels": [8, 8],
+        "attention": [False, True],
+        "num_res_blocks": 1,
+        "head_channels": 8,
+        "norm_groups": 4,
+    },
+}
 ONE_GROUP = Clusters(
     torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 )
 
 
 def plan(
-    adaptation: dict[str, Any] | None = None, base: File | None = None, **changes: object
+    adaptation: dict[str, Any] | None = None,
+    base: File | None = None,
+    kind: str = "dit",
+    **changes: object,
 ) -> Plan:
     document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]}, **changes)
     document["expert"] |= {
-        "architecture": {"kind": "dit", "patch": 2, "hidden": 8, "depth": 1, "heads": 2},
+        "architecture": ARCHITECTURES[kind],
         "training": RECIPE,
         "adaptation": adaptation or {"kind": "full"},
     }
@@ -133,17 +149,30 @@ def test_plan_whose_condition_and_histogram_count_different_classes_is_refused()
     assert num_classes(plan(statistics=statistics)) == 4
 
 
+def made_network(the_plan: Plan) -> nn.Module:
+    """A network of the plan that answers something, as a trained one does."""
+    network = build_expert(
+        the_plan.expert.architecture, SHAPE, condition=the_plan.condition, seed=9
+    )
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    return network
+
+
+def write_bundle(folder: Path, network: nn.Module) -> File:
+    """Write the plan's files, among them a public expert."""
+    path = folder / "plan" / "base.safetensors"
+    path.parent.mkdir(parents=True)
+    save_tensors(path, network.state_dict())
+    return File.of("plan/base.safetensors", path)
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> tuple[Path, File]:
     """The plan's files, among them a public expert."""
-    expert = build_expert(plan().expert.architecture, SHAPE, seed=9)
-    with torch.no_grad():
-        for weight in expert.parameters():
-            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    (tmp_path / "bundle" / "plan").mkdir(parents=True)
-    path = tmp_path / "bundle" / "plan" / "base.safetensors"
-    save_tensors(path, expert.state_dict())
-    return tmp_path / "bundle", File.of("plan/base.safetensors", path)
+    folder = tmp_path / "bundle"
+    return folder, write_bundle(folder, made_network(plan()))
 
 
 ADAPTATIONS = {
@@ -173,6 +202,51 @@ def test_expert_from_a_public_one_is_released_whole_and_differs_only_where_it_wa
         fresh = build_expert(plan().expert.architecture, SHAPE, seed=0).state_dict()
         distance = torch.cat([(whole[name] - fresh[name]).flatten() for name in base])
         assert 0 < float(moved.abs().max()) <= 0.1 < float(distance.abs().max())
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_expert_answers_as_the_base_at_first_and_then_trains_all_weights_of_any_architecture(
+    tmp_path: Path, kind: str
+) -> None:
+    changes: dict[str, Any] = {}
+    random = torch.Generator().manual_seed(2)
+    x_B = torch.randn(3, *SHAPE, generator=random)
+    t_B = torch.tensor([0.1, 0.5, 0.9])
+    inputs = {"images": cohort().images}
+    answer_inputs = (x_B, t_B)
+    if kind == "mmdit":
+        changes["condition"] = TEXT
+        texts = torch.randn(NUM, 2, 3, generator=random)
+        # An image without a text, so that the vector of no text is trained too.
+        texts[: NUM // 2] = 0.0
+        inputs["labels"] = texts
+        answer_inputs = (x_B, t_B, texts[-3:])
+    network = made_network(plan(kind=kind, **changes))
+    folder = tmp_path / "bundle"
+    file = write_bundle(folder, network)
+    from_base = plan(ADAPTATIONS["full"], file, kind, **changes)
+    expert = PlannedExpert(from_base, "north", 0, BaseExpert(folder, file), Engine(device="cpu"))
+    start = expert.start()
+    assert same(start.state_dict(), network.state_dict())
+    with torch.inference_mode():
+        answers = network(*answer_inputs)
+        assert float(answers.abs().max()) > 0.1
+        torch.testing.assert_close(start(*answer_inputs), answers, atol=1e-5, rtol=1e-5)
+
+    result = expert.train(
+        inputs,
+        tmp_path / "expert.safetensors",
+        tmp_path / "checkpoints",
+        lambda progress: None,
+        lambda: False,
+    )
+    assert result is not None
+    whole = load_tensors(tmp_path / "expert.safetensors", None, max_bytes=1 << 20)
+    base = network.state_dict()
+    assert whole.keys() == base.keys()
+    moved = {name: float((whole[name] - base[name]).abs().max()) for name in base}
+    # Six steps of AdamW at a hundredth each.
+    assert all(0 < move <= 0.1 for move in moved.values()), moved
 
 
 def test_weights_that_training_takes_beyond_the_bound_end_at_it_and_stop_nothing(
