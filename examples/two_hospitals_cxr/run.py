@@ -1,6 +1,6 @@
 """Two hospitals' chest X-rays, from a table of PNG and an npz to a verified release, through the public commands only.
 
-    python examples/two_hospitals_cxr/run.py --hannover FOLDER --pneumonia FILE.npz [--base]
+    python examples/two_hospitals_cxr/run.py --hannover FOLDER --pneumonia FILE.npz [--base] [--public PATH]
 
 README.md says where the images come from, what this shows, and what it does not. Every command that is printed can be
 typed by hand.
@@ -21,12 +21,14 @@ from shell import Demo, run_demo, timed  # noqa: E402
 
 DATA = {"hannover": "hannover.csv", "guangzhou": "guangzhou.npz"}
 AGAIN = "python examples/two_hospitals_cxr/run.py, as before"
+# Of the releases, and of a base of the default public images.
+LICENCE = "CC-BY-4.0"
 # From a base, of the steps that experts would take from random weights.
 SHARE_OF_STEPS = 1 / 8
 
 
 def main() -> int:
-    """Command line: --hannover FOLDER --pneumonia NPZ [--out FOLDER] [--recipe FILE] [--base] [--num N]."""
+    """Command line: --hannover FOLDER --pneumonia NPZ, and options; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,8 +50,24 @@ def main() -> int:
         action="store_true",
         help="train a base on the public images first, from which both experts start with fewer steps",
     )
+    parser.add_argument(
+        "--public",
+        type=Path,
+        metavar="PATH",
+        help="public images of another source, folder or file (default: some of both hospitals' images)",
+    )
+    parser.add_argument(
+        "--base-licence",
+        metavar="LICENCE",
+        help=f"licence of the base, with --public and --base: one that the public images allow (default: {LICENCE})",
+    )
     parser.add_argument("--num", type=int, default=36, help="samples of each")
     arguments = parser.parse_args()
+    if arguments.public is not None:
+        if not arguments.public.exists():
+            parser.error(f"--public: there is no {arguments.public}")
+        if arguments.base and arguments.base_licence is None:
+            parser.error("--public with --base needs --base-licence, such as CC0-1.0")
     code: int = run_demo(arguments.out, lambda demo: run(demo, arguments), AGAIN)
     return code
 
@@ -64,10 +82,10 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
     with timed(stages, "set up"):
         set_up(demo)
     recipe_path = given.recipe
-    public = out / "data" / "public"
+    public = given.public or out / "data" / "public"
     if given.base:
         with timed(stages, "base"):
-            recipe_path = write_recipe_with_base(given.recipe, out)
+            recipe_path = write_recipe_with_base(given.recipe, out, given.base_licence or LICENCE)
             demo.call(
                 "aggregator", "base", out / "fed", "--recipe", recipe_path, "--public", public
             )
@@ -100,14 +118,14 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
     print("The release's own page: " + str(next((out / "release").rglob("report.html"))))
 
 
-def write_recipe_with_base(recipe_path: Path, out: Path) -> Path:
+def write_recipe_with_base(recipe_path: Path, out: Path, licence: str = LICENCE) -> Path:
     """Write the recipe with a base that takes all its steps, and with experts that take few; return its path."""
     recipe = tomllib.loads(recipe_path.read_text())
     training = recipe["expert"]["training"]
     recipe["base"] = {
         "kind": "trained",
         "folder": str(out / "base"),
-        "licence": "CC-BY-4.0",
+        "licence": licence,
         "training": training,
     }
     num_steps = max(round(SHARE_OF_STEPS * training["num_steps"]), 1)
@@ -121,7 +139,7 @@ def set_up(demo: Demo) -> None:
     """Make the federation and both sites, and exchange invitation and cards."""
     out = demo.out
     demo.call(
-        "aggregator", "init", out / "fed", "--name", "cxr", "--licence", "CC-BY-4.0",
+        "aggregator", "init", out / "fed", "--name", "cxr", "--licence", LICENCE,
         "--address", f"127.0.0.1:{demo.free_port()}", "--new-passphrase-file", out / "fed.pass",
     )  # fmt: skip
     for silo, name in DATA.items():

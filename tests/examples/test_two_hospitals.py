@@ -124,6 +124,74 @@ def test_recipe_with_a_base_gives_it_all_steps_and_the_experts_an_eighth(tmp_pat
     assert with_base.expert.training.learning_rate == rate / 2
 
 
+class RecordingDemo:
+    """A demo that runs no command, and remembers each."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.root = out / "root.json"
+        self.background: list[object] = []
+        self.commands: list[tuple[object, ...]] = []
+        (out / "release").mkdir(parents=True)
+        (out / "release" / "report.html").touch()
+
+    def call(self, *words: object) -> None:
+        self.commands.append(words)
+
+    def ignore(self, *words: object, **options: object) -> None:
+        """Do nothing in place of a method that runs several commands."""
+
+    join = enroll = start = accept = waive = wait = ignore
+
+    @staticmethod
+    def free_port() -> int:
+        return 1
+
+
+@pytest.mark.parametrize("public", [None, "photographs.npz"])
+def test_plan_and_base_take_the_public_images_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, public: str | None
+) -> None:
+    script = load_script(EXAMPLE / "run.py")
+    demo = RecordingDemo(tmp_path / "out")
+    monkeypatch.setattr(script, "run_demo", lambda out, act, again: act(demo) or 0)
+    words = ["run.py", "--hannover", "hannover", "--pneumonia", "pneumonia.npz", "--base"]
+    expected = demo.out / "data" / "public"
+    licence = "CC-BY-4.0"
+    if public is not None:
+        expected = tmp_path / public
+        licence = "CC0-1.0"
+        expected.touch()
+        words += ["--public", str(expected), "--base-licence", licence]
+    monkeypatch.setattr(sys, "argv", words)
+    assert script.main() == 0
+    public_of_command = {}
+    for command in demo.commands:
+        if "--public" in command:
+            public_of_command[command[1]] = command[command.index("--public") + 1]
+    assert public_of_command == {"base": expected, "plan": expected}
+    recipe = load_settings(Recipe, demo.out / "plan.toml")
+    assert isinstance(recipe.base, TrainedBaseRecipe)
+    assert recipe.base.licence == licence
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--public", "missing"), "there is no missing"),
+        (("--public", str(EXAMPLE), "--base"), "--base-licence"),
+    ],
+)
+def test_public_images_that_are_missing_or_without_a_licence_are_refused_before_anything_runs(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    out = tmp_path / "out"
+    refused = run("run.py", "--hannover", tmp_path, "--pneumonia", tmp_path, "--out", out, *options)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert not out.exists()
+
+
 def published(folder: Path) -> tuple[Path, Path]:
     """The published data sets, where variables name them."""
     folders = [os.environ.get(name) for name in ("CXR_HANNOVER", "PNEUMONIA_MNIST")]
@@ -135,10 +203,14 @@ def published(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("sources", "with_base"), [(made, False), (made, True), (published, False)]
+    ("sources", "with_base", "with_public"),
+    [(made, False, False), (made, True, False), (made, True, True), (published, False, False)],
 )
 def test_example_leads_from_folders_to_samples_of_a_verified_release(
-    sources: Callable[[Path], tuple[Path, Path]], with_base: bool, tmp_path: Path
+    sources: Callable[[Path], tuple[Path, Path]],
+    with_base: bool,
+    with_public: bool,
+    tmp_path: Path,
 ) -> None:
     hannover, pneumonia = sources(tmp_path)
     recipe = (EXAMPLE / "plan.toml").read_text()
@@ -159,6 +231,11 @@ def test_example_leads_from_folders_to_samples_of_a_verified_release(
     )
     if with_base:
         options += ("--base",)
+    if with_public:
+        random = np.random.default_rng(7)
+        images = np.stack([xray(random, 32, 32) for _ in range(160)])
+        np.savez(tmp_path / "public.npz", images=images)
+        options += ("--public", tmp_path / "public.npz", "--base-licence", "CC0-1.0")
     result = run("run.py", *options, "--out", out)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     for name in ("hannover", "guangzhou", "both"):
@@ -167,6 +244,10 @@ def test_example_leads_from_folders_to_samples_of_a_verified_release(
     assert "none unlisted" in result.stdout
     manifest = json.loads(next((out / "release").rglob("manifest.json")).read_bytes())
     assert (manifest.get("base") is not None) == with_base
+    if with_public:
+        assert manifest["base"]["licence"] == "CC0-1.0"
+        # A quarter of the public images is held out.
+        assert manifest["base"]["num_images"] == 120
     submissions = [
         json.loads(path.read_bytes()) for path in out.glob("*/outbox/**/submission.json")
     ]
