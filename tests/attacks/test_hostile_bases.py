@@ -13,6 +13,14 @@ from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileE
 from ddm.io.tensors import save_tensors
 from ddm.models import MAX_WEIGHT, build_expert
 from ddm.protocol.architecture import Dit
+from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
+from ddm.training.batches import Examples
+from ddm.training.config import Engine
+from ddm.training.distributed import training_process
+from ddm.training.objective import TrainingObjective
+from ddm.training.private import STEPS_PER_CLIP, PrivateSteps, PrivateTraining, sensitivity
+from ddm.training.state import TrainingState
+from ddm.training.unit_gradients import UnitLoss, unit_gradient
 from silo.audit.document import read_report
 from silo.audit.holdout import holdout_mask
 from silo.config import AUDIT_REPORT
@@ -28,6 +36,7 @@ from tests.support.dishonest_aggregator import (
 )
 from tests.support.federation import POLICY, TinyFederation, cohort, recipe, write_policy
 from tests.support.observed import observe
+from tests.support.recipes import training
 
 SMALL = {"kind": "dit", "patch": 2, "hidden": 8, "depth": 1, "heads": 2}
 ADAPTATION = {"kind": "full", "base": "plan/base.safetensors"}
@@ -173,14 +182,16 @@ AUDIT = {
 }
 
 
-def overflowing_weights() -> dict[str, torch.Tensor]:
-    """A base that exceeds float32 for an image whose mean is above 0.75, and has no such value for any other.
+def amplifying_weights(large: float = 0.9 * MAX_WEIGHT) -> dict[str, torch.Tensor]:
+    """A base that amplifies an image whose mean is above 0.75, by default beyond float32, and no other image.
 
     The whole image is one token. Two of its values become the image's mean beside a constant, which the normalisation
     leaves in proportion; the block compares it with the threshold. Its modulations are as large as the time's network
-    can make them with weights within the bound: whatever GELU lets through overflows, and the rest is exactly 0.
+    can make them with weights of this size. By default, whatever GELU lets through overflows; the rest is exactly 0.
+
+    Args:
+        large: the size of its weights.
     """
-    large = 0.9 * MAX_WEIGHT
     hidden = 64
     weights = build_expert(Dit.model_validate(WIDE), (1, SIDE, SIDE), seed=1).state_dict()
     embed = weights["embed.weight"]
@@ -232,7 +243,7 @@ def test_base_that_overflows_for_one_image_shows_nothing_of_it_in_training_and_a
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The attack: training starts from the base and the audit compares with it; both meet the image, or do not."""
-    weights = overflowing_weights()
+    weights = amplifying_weights()
     save_tensors(tmp_path / "base.safetensors", weights)
     planned = TinyFederation.create(tmp_path / "planned", {SILO: NUM_IMAGES})
     write_policy(planned.sites[SILO], POLICY | {"audit": AUDIT | {"num_samples": 64}})
@@ -279,3 +290,54 @@ def test_base_that_overflows_for_one_image_shows_nothing_of_it_in_training_and_a
 
     assert observed["learned"] == observed["without"]
     assert observed["held out"] == observed["without"]
+
+
+def test_base_that_amplifies_the_gradient_of_one_unit_moves_a_private_step_by_no_more_than_the_clip() -> (
+    None
+):
+    """The attack: no value of the base is unusual, and what the expert learns of one unit outweighs all others."""
+    architecture = Dit.model_validate(WIDE)
+    weights = amplifying_weights(large=100.0)
+    # The same at all times. The prediction is the value that the block sets for this image alone.
+    weights["time.mlp.2.weight"].zero_()
+    weights["time.mlp.2.bias"].fill_(1.0)
+    # A small gate, through which other images do not move the block's bias far.
+    weights["modulation.weight"][5 * 64 + 5] = 0.01
+    weights["head.weight"].zero_()
+    weights["head.weight"][:, 5] = 100.0
+    assert all(bool((value.abs() <= 0.01 * MAX_WEIGHT).all()) for value in weights.values())
+    num_units = 8
+    # A unit's draws are one in each eighth of the times, so that one of them is nearly the image itself.
+    terms = DpSgd(
+        epsilon=8.0, delta=1e-5, clip=1.0, units_per_step=num_units, images_per_unit=1, draws=8
+    )
+    paid = DpSgdMechanism(noise_multiplier=1.0, rate=1.0, steps=1)
+    private = PrivateTraining(terms, paid, torch.arange(num_units), bytes(32))
+    images_N = 0.3 * torch.randn(
+        num_units, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0)
+    )
+    replaced_N = images_N.clone()
+    replaced_N[3] = torch.from_numpy(TARGET)
+
+    norms = []
+    gradients = []
+    for images in (images_N, replaced_N):
+        network = build_expert(architecture, (1, SIDE, SIDE))
+        network.load_state_dict(weights)
+        state = TrainingState(network, training(), training_process(Engine(device="cpu")), 1)
+        steps = PrivateSteps(state, private, Examples(images), TrainingObjective())
+        drawn = steps.draw(0)
+        loss = UnitLoss(network, state.settings, TrainingObjective())
+        gradient, _ = unit_gradient(loss, state.named, drawn[3])
+        norms.append(float(torch.cat([part.flatten() for part in gradient.values()]).norm()))
+        steps.advance(drawn)
+        parts = [weight.grad.flatten() for weight in state.weights if weight.grad is not None]
+        gradients.append(torch.cat(parts).double())
+    # The control: the image's gradient is far larger than another's, and than the clip.
+    assert norms[1] > 100 * norms[0]
+    assert norms[1] > 1e6 * terms.clip
+    # Noise and the other units' draws are the same, so that the difference is that of the one unit.
+    moved = float((gradients[1] - gradients[0]).norm())
+    num_weights = len(gradients[0])
+    bound = 2 * terms.clip * sensitivity(num_weights) / STEPS_PER_CLIP / num_units
+    assert 0 < moved <= bound
