@@ -213,7 +213,7 @@ def test_expert_answers_as_the_base_at_first_and_then_trains_all_weights_of_any_
     x_B = torch.randn(3, *SHAPE, generator=random)
     t_B = torch.tensor([0.1, 0.5, 0.9])
     inputs = {"images": cohort().images}
-    answer_inputs = (x_B, t_B)
+    answer_inputs: tuple[Tensor, ...] = (x_B, t_B)
     if kind == "mmdit":
         changes["condition"] = TEXT
         texts = torch.randn(NUM, 2, 3, generator=random)
