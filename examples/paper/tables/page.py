@@ -136,8 +136,9 @@ class Report:
         days = sorted({cell.utc[:10] for cell in cells})
         points = [
             f"**Measured** {' to '.join(dict.fromkeys((days[0], days[-1])))}, {_seeds(seeds)}, on "
-            f"{'; '.join(hardware)}. Commit, threads and load of each row are in its CSV. Times are medians over "
-            "seeds. If other work ran on the machine, times and images/s may differ between rows of equal evaluations.",
+            f"{'; '.join(hardware)}. Commit, hardware, threads and load of each row are in its CSV. Times are medians "
+            "over seeds, also over those of different hardware. If other work ran on the machine, times and images/s "
+            "may differ between rows of equal evaluations.",
             f"**Images**: {len(world.train)} training, {len(world.public)} public, {len(world.validation)} validation "
             f"and {len(world.test)} test images. Learning rates are chosen on the validation images. The temperature "
             "of a router is chosen on training images on which its groups were not fitted.",
