@@ -19,6 +19,7 @@ from examples.paper.tables.averaging import averaged
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.contents import tables
 from examples.paper.tables.data import Part, World, read_world
+from examples.paper.tables.drawing import merged as averaged_weights
 from examples.paper.tables.joining import (
     FEWER_CLASSES,
     JOINING,
@@ -122,6 +123,17 @@ def test_base_travels_to_every_silo_and_one_from_within_comes_from_one() -> None
         assert num_messages(SILOS.model_copy(update={"start": start})) == num
 
 
+def test_averaged_weights_are_the_mean_by_the_shares_of_the_images() -> None:
+    one, three = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(one.weight, 1.0)
+    torch.nn.init.constant_(three.weight, 3.0)
+    both = Ensemble([one, three], None, [0.25, 0.75], (2,))
+    alone = averaged_weights(both)
+    (weights,) = [weights_of(alone, number) for number in range(len(alone.experts))]
+    assert torch.equal(weights["weight"], torch.full((2, 2), 2.5))
+    assert torch.equal(one.weight, torch.ones(2, 2))
+
+
 def test_silos_of_fewer_classes_are_left_out_where_some_would_have_no_image() -> None:
     two_classes = torch.arange(3000) % 2
     images = torch.zeros(3000, 1, 1, 1)
@@ -139,9 +151,11 @@ def test_silos_of_fewer_classes_are_left_out_where_some_would_have_no_image() ->
 def test_all_models_of_the_table_have_their_own_folders() -> None:
     rows = joining(PRESET).rows
     assert len({row.label for row in rows}) == len(rows)
-    # The best batch is chosen from the same source as one row of a fixed batch.
-    fixed = [row for row in rows if not row.best]
-    assert len({row.source.model_dump_json() for row in fixed}) == len(fixed) == len(rows) - 1
+    # The best batch is chosen from the same source as one row of a fixed batch; averaged weights come from an ensemble.
+    fixed = [row for row in rows if not row.best and not row.merged]
+    sources = {row.source.model_dump_json() for row in fixed}
+    assert len(sources) == len(fixed)
+    assert all(row.source.model_dump_json() in sources for row in rows)
 
 
 def measured_cell(seed: int, **figures: float) -> Cell:

@@ -1,8 +1,9 @@
 """Draws the samples of a row, and counts what that takes."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.sampling.samples import Samples
 from examples.paper.tables.data import Part
 from examples.paper.tables.exact import ExactRouter, exact_class_priors
-from examples.paper.tables.models import Made
+from examples.paper.tables.models import Made, weights_of
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.rows import STRATEGIES, Row
 from examples.paper.tables.sources import Experts
@@ -43,8 +44,11 @@ def prepared(made: Made, row: Row, train: Part) -> tuple[Ensemble, list[Counting
         row: what is drawn.
         train: the images that experts were trained on.
     """
-    counted = [CountingExpert(made.ensemble.experts[k]) for k in range(len(made.ensemble.experts))]
-    ensemble = replace(made.ensemble, experts=counted)
+    ensemble = made.ensemble
+    if row.merged:
+        ensemble = merged(ensemble)
+    counted = [CountingExpert(ensemble.experts[k]) for k in range(len(ensemble.experts))]
+    ensemble = replace(ensemble, experts=counted)
     if row.router == "exact":
         own_K = [train.at(rows) for rows in made.own_K]
         images_K = [own.images for own in own_K]
@@ -53,6 +57,23 @@ def prepared(made: Made, row: Row, train: Part) -> tuple[Ensemble, list[Counting
             priors = exact_class_priors(images_K, [own.label_N for own in own_K])
             ensemble = replace(ensemble, class_prior=priors)
     return ensemble, counted
+
+
+def merged(ensemble: Ensemble) -> Ensemble:
+    """Return one expert whose weights are the mean of all experts' weights, by their priors.
+
+    Source:
+        Wortsman et al. 2022, Model soups: averaging weights of multiple fine-tuned models improves accuracy without
+        increasing inference time.
+    """
+    total = sum(ensemble.prior)
+    mean: dict[str, Tensor] = {}
+    for number, prior in enumerate(ensemble.prior):
+        for name, weight in weights_of(ensemble, number).items():
+            mean[name] = mean.get(name, torch.zeros(())) + prior / total * weight
+    network = deepcopy(cast(nn.Module, ensemble.experts[0]))
+    network.load_state_dict(mean)
+    return replace(ensemble, experts=[network], expert_ids=(), router=None, prior=[1.0])
 
 
 def classes_of(train: Part, num: int, seed: int) -> Tensor:

@@ -42,6 +42,13 @@ def ensemble(concentration: float, start: str, *, whole: bool = False) -> str:
     return f"Dirichlet {concentration:g}, {budget}: ensemble, from {start}"
 
 
+def merged(concentration: float, start: str) -> str:
+    """Name the row of the mean of the experts' weights."""
+    return (
+        f"Dirichlet {concentration:g}, equal FLOPs: averaged weights of the experts, from {start}"
+    )
+
+
 def averaging(concentration: float, rounds: int, start: str) -> str:
     """Name the row of federated averaging over the same silos."""
     return f"Dirichlet {concentration:g}, equal FLOPs: FedAvg, {rounds} rounds, from {start}"
@@ -102,8 +109,9 @@ def joining(preset: Preset, num_classes: int | None = None) -> Table:
         "Flower's mean. Its bytes, and those of the ensemble, are those of the weights, without messages and "
         "documents; table 8 counts bytes on the wire. Islands of one owner are feature clusters with a quarter of the "
         f"batch and four times the steps. A seed takes {_SEED_SHARE:g} of the operations, on all images; the islands "
-        "take the others. *In smaller batches* also means a quarter of the batch and four times the steps. The best "
-        "batch of the pooled model was chosen on validation images."
+        "take the others. *Averaged weights* are one network, the mean of the experts by their shares of the images. "
+        "*In smaller batches* also means a quarter of the batch and four times the steps. The best batch of the pooled "
+        "model was chosen on validation images."
     )
     return Table(JOINING, "What joining brings", columns, rows, note + left_out)
 
@@ -168,7 +176,13 @@ def _further(preset: Preset) -> list[Row]:
             update={"start": FirstRound(experts=whole)}
         ),
     }
-    return [Row(table=JOINING, label=label, source=source) for label, source in sources.items()]
+    rows = [Row(table=JOINING, label=label, source=source) for label, source in sources.items()]
+    of_start = {row.label: row.source for row in _equal_flops(preset, CONCENTRATION)}
+    for start in (RANDOM, PUBLIC, LARGEST, LONGER):
+        source = of_start[ensemble(CONCENTRATION, start)]
+        label = merged(CONCENTRATION, start)
+        rows.append(Row(table=JOINING, label=label, source=source, merged=True))
+    return rows
 
 
 def _one_owner(preset: Preset) -> list[Row]:

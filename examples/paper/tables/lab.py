@@ -349,7 +349,7 @@ class Lab:
             strategy = STRATEGIES[row.strategy]
             steps = self.preset.sampling_steps
             figures["completion_error"] = completion_error(ensemble, images, strategy, steps, seed)
-        if isinstance(row.source, Experts):
+        if isinstance(row.source, Experts) and not row.merged:
             figures |= self._shares(samples, prior_of(made.ensemble, row), seed)
             if row.source.partition == "clusters" and row.prior == "data":
                 figures["share_error_images"] = self._shares_of_images(images, row.source, seed)

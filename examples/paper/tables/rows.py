@@ -60,6 +60,7 @@ class Row(Model):
         guidance: towards the class that a sample is asked for, of conditional sources.
         best: whether the source has what is best on validation images in the place of its own: a monolith or experts
             the batch, and as many more steps; FedProx the weight of its term.
+        merged: whether samples are drawn from one network with the mean of the experts' weights, by their priors.
     """
 
     table: int
@@ -72,6 +73,7 @@ class Row(Model):
     steps: int | None = None
     guidance: Annotated[float, Field(exclude_if=lambda scale: scale == 0.0)] = 0.0
     best: Annotated[bool, Field(exclude_if=lambda best: not best)] = False
+    merged: Annotated[bool, Field(exclude_if=lambda merged: not merged)] = False
 
 
 @dataclass(frozen=True)
