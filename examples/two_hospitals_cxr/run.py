@@ -63,6 +63,8 @@ def main() -> int:
     )
     parser.add_argument("--num", type=int, default=36, help="samples of each")
     arguments = parser.parse_args()
+    if arguments.base_licence is not None and not arguments.base:
+        parser.error("--base-licence is for a base: give --base as well")
     if arguments.public is not None:
         if not arguments.public.exists():
             parser.error(f"--public: there is no {arguments.public}")

@@ -180,6 +180,7 @@ def test_plan_and_base_take_the_public_images_that_are_named(
     [
         (("--public", "missing"), "there is no missing"),
         (("--public", str(EXAMPLE), "--base"), "--base-licence"),
+        (("--base-licence", "CC0-1.0"), "give --base as well"),
     ],
 )
 def test_public_images_that_are_missing_or_without_a_licence_are_refused_before_anything_runs(

@@ -294,16 +294,22 @@ def test_base_of_a_patch_that_does_not_divide_the_images_is_refused_before_they_
     assert refused.code == SetupError.exit_code and "expert.architecture" in refused.err
 
 
+def files_of_operator(folder: Path) -> tuple[Path, Path]:
+    """Write 240 public images of two kinds, and the passphrase of the federation; return both paths."""
+    public = folder / "public.npz"
+    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
+    np.savez(public, images=np.concatenate(centres))
+    secret = folder / "pass"
+    secret.write_bytes(PASSPHRASE + b"\n")
+    return public, secret
+
+
 def test_plan_starts_from_a_base_only_if_it_holds_out_the_same_public_images(
     tmp_path: Path,
 ) -> None:
     """Otherwise the base could have learned the images that judge routers and experts."""
     tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
-    public = tmp_path / "public.npz"
-    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
-    np.savez(public, images=np.concatenate(centres))
-    secret = tmp_path / "pass"
-    secret.write_bytes(PASSPHRASE + b"\n")
+    public, secret = files_of_operator(tmp_path)
     described = recipe().model_dump(mode="json", exclude_none=True)
     described["base"] = table(tmp_path / "base", source="made pictures")
     chosen = tmp_path / "plan.toml"
@@ -341,11 +347,7 @@ def test_plan_starts_from_a_base_only_if_it_holds_out_the_same_public_images(
 
 def test_plan_of_unets_starts_from_a_base_of_a_unet(tmp_path: Path) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
-    public = tmp_path / "public.npz"
-    centres = [images(120, centre, seed=90) for centre in (-0.5, 0.5)]
-    np.savez(public, images=np.concatenate(centres))
-    secret = tmp_path / "pass"
-    secret.write_bytes(PASSPHRASE + b"\n")
+    public, secret = files_of_operator(tmp_path)
     described = recipe().model_dump(mode="json", exclude_none=True)
     described["expert"]["architecture"] = ARCHITECTURES["unet"]
     training = TRAINING | {"num_steps": 4, "learning_rate": 0.001}

@@ -139,9 +139,9 @@ def test_colour_base_answers_a_grey_sample_as_the_same_values_in_every_channel_a
     base = made_network(architecture, COLOUR, condition)
     network = fitted_network(base, architecture, GREY, condition, base_shape=COLOUR)
     x, t = samples(GREY)
-    given = texts(condition)
-    expected = base(x.expand(-1, 3, -1, -1), t, *given).mean(1, keepdim=True)
-    torch.testing.assert_close(network(x, t, *given), expected, atol=1e-5, rtol=1e-4)
+    condition_inputs = texts(condition)
+    expected = base(x.expand(-1, 3, -1, -1), t, *condition_inputs).mean(1, keepdim=True)
+    torch.testing.assert_close(network(x, t, *condition_inputs), expected, atol=1e-5, rtol=1e-4)
 
 
 @ALL
@@ -152,9 +152,9 @@ def test_grey_base_answers_every_channel_as_the_mean_of_the_channels(
     base = made_network(architecture, GREY, condition)
     network = fitted_network(base, architecture, COLOUR, condition, base_shape=GREY)
     x, t = samples(COLOUR)
-    given = texts(condition)
-    expected = base(x.mean(1, keepdim=True), t, *given).expand(-1, 3, -1, -1)
-    torch.testing.assert_close(network(x, t, *given), expected, atol=1e-5, rtol=1e-4)
+    condition_inputs = texts(condition)
+    expected = base(x.mean(1, keepdim=True), t, *condition_inputs).expand(-1, 3, -1, -1)
+    torch.testing.assert_close(network(x, t, *condition_inputs), expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
