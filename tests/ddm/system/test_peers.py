@@ -1,5 +1,6 @@
 """Whose the other end of a connection is: real sockets, and a process of another user."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -27,6 +28,20 @@ sys.stdin.readline()
 STRANGER = 54321
 
 
+@pytest.fixture(params=["question about one socket", "table of all"])
+def _one_way_to_ask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave one of the two ways in which the kernel tells."""
+
+    def answer_nothing(*ends: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    if request.param == "table of all":
+        monkeypatch.setattr(peers, "_ask_for_user", answer_nothing)
+    else:
+        monkeypatch.setattr(peers, "_TABLE", Path("/no/such/table"))
+
+
+@pytest.mark.usefixtures("_one_way_to_ask")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_own_connection_is_known_while_both_ends_are_open(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -43,9 +58,18 @@ def test_own_connection_is_known_while_both_ends_are_open(host: str) -> None:
             assert user_of(*ends) is None, "closed, it stands in the kernel's table as root's"
         assert user_of(("127.0.0.1", 1), ("127.0.0.1", 2)) is None
         assert user_of(("no address", 1), ("127.0.0.1", 2)) is None
-        assert any(end.listening for end in tcp_sockets())
+        assert user_of(("127.0.0.1", 1), ("no address", 2)) is None
+        listening = listener.getsockname()[:2]
+        assert user_of(listening, (host, 1)) is None, "it listens, and has no other end"
 
 
+def test_sockets_that_listen_are_listed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = written(*listener.getsockname())
+        assert [end.local for end in tcp_sockets() if end.listening].count(address) == 1
+
+
+@pytest.mark.usefixtures("_one_way_to_ask")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_connection_of_another_user_is_never_ones_own_however_it_is_closed() -> None:
     """The attack: send, close at once, and pass for root, whose every closed socket seems to be."""

@@ -1,6 +1,7 @@
 """A server in front of which the check stands: a real one, and its own user, another one, and what anybody may post."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +30,8 @@ for method, path, size in (line.split() for line in sys.argv[2].split(",")):
     connection.putrequest(method, path)
     if sizes[size]:
         connection.putheader("Content-Length", sizes[size])
+    for value in sys.argv[3:]:
+        connection.putheader("X-Forwarded-For", value)
     connection.endheaders(b"x" if size == "small" else None)
     print(connection.getresponse().status)
 """
@@ -87,6 +90,15 @@ def test_other_user_is_answered_where_all_are_and_sends_no_large_body(port: int)
     command = [sys.executable, "-c", POST, str(port), ",".join(expected)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert dict(zip(expected, map(int, said), strict=True)) == expected
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_user_who_names_a_connection_of_the_own_user_is_refused(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as own:
+        named = f"127.0.0.1:{own.getsockname()[1]}"
+        command = [sys.executable, "-c", POST, str(port), "POST /v1/runtime/get-fab small", named]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "403"
 
 
 def test_open_path_is_answered_without_a_look_at_everybodys_connections(
