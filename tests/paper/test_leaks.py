@@ -153,10 +153,13 @@ def test_time_of_an_audit_goes_on_after_an_interruption(
 
 def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) -> None:
     estimate = {"fid": Estimate(9.0, 8.0, 10.0), "kid": Estimate(1.0, 0.5, 1.5)}
+    attacked = cell("random", 100, 0.9)
+    for name in ("outsider_auc", "outsider_tpr"):
+        attacked.figures[name] = Figure(value=0.6949)
     write_report(
         tmp_path,
         "made",
-        [cell("lora", 300, 0.6), cell("random", 100, 0.9)],
+        [cell("lora", 300, 0.6), attacked],
         estimate,
         0.5,
     )
@@ -167,6 +170,8 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
         and "0.5 of their steps" in page
     )
     assert "0.900 [0.850, 0.950]" in page
+    # Rounded as the figures beside it, not cut off.
+    assert "0.695" in page and "0.694" not in page
     with (tmp_path / "leaks.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["choice"], float(row["auc"])) for row in rows] == [("random", 0.9), ("lora", 0.6)]

@@ -128,7 +128,7 @@ def write_report(
             cell.seed,
             cell.verdict,
             _shown(cell.figures["auc"]),
-            _value_of_outsider(cell, "outsider_auc")[:5],
+            _value_of_outsider(cell, "outsider_auc", digits=3),
             *(_shown(cell.figures[name]) for name in ("tpr", "copies")),
             _shown(cell.figures["fid"], digits=1),
             _shown(cell.figures["kid"], digits=1),
@@ -169,11 +169,11 @@ the steps among 0.001 to 0.008, and 0.002 to 0.016 for LoRA, on validation image
 `leaks.csv` contains every figure, with times and commits."""
 
 
-def _value_of_outsider(cell: LeakCell, name: str) -> str:
+def _value_of_outsider(cell: LeakCell, name: str, digits: int = 6) -> str:
     """Return a figure of the outsider's attack; empty where there was none."""
     if name not in cell.figures:
         return ""
-    return f"{cell.figures[name].value:.6f}"
+    return f"{cell.figures[name].value:.{digits}f}"
 
 
 def _number(value: float | None) -> str:
