@@ -125,8 +125,9 @@ def describe(
         SetupError: a configuration of another kind of autoencoder, or of other images.
         TensorFileError: weights that are not safetensors file.
     """
-    path = require_file(folder / CONFIG, "the configuration of the autoencoder")
-    weights = require_file(folder / WEIGHTS, "the weights of the autoencoder")
+    # The cache of Hugging Face holds links, which the readers of files refuse.
+    path = require_file(folder / CONFIG, "the configuration of the autoencoder").resolve()
+    weights = require_file(folder / WEIGHTS, "the weights of the autoencoder").resolve()
     config = _config(path)
     if (config.in_channels, config.out_channels) != (shape[0], shape[0]):
         raise SetupError(

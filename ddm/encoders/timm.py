@@ -222,7 +222,9 @@ class TimmEncoder:
                 remedy="Convert it once: load it with weights_only=True, write it with "
                 "safetensors.torch.save_file.",
             )
-        header = read_header(weights, max_bytes=MAX_FILE_BYTES)
+        # The cache of Hugging Face holds links, which the readers of files refuse.
+        weights_path = weights.resolve()
+        header = read_header(weights_path, max_bytes=MAX_FILE_BYTES)
         refuse_wrapped_names(header, str(weights))
         channels = _input_channels(model, header, data)
         net = _build(model, channels, None)
@@ -237,7 +239,7 @@ class TimmEncoder:
                 remedy="Name the network that these weights belong to, or give the weights of this one, with timm's "
                 "names.",
             )
-        tensors = load_tensors(weights, header, max_bytes=MAX_FILE_BYTES, max_abs=None)
+        tensors = load_tensors(weights_path, header, max_bytes=MAX_FILE_BYTES, max_abs=None)
         # The counters of batch norms, which files may lack, stay the network's own.
         own_tensors = {name: tensors[name] for name in expected_specs}
         net.load_state_dict(dict(net.state_dict()) | own_tensors)

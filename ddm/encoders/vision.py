@@ -76,10 +76,14 @@ class ClipVision:
                 expected="1 or 3 channels, height and width",
                 got=" x ".join(str(side) for side in data.shape),
             )
-        config_path = require_file(folder / CONFIG, "a CLIP's configuration")
+        # The cache of Hugging Face holds links, which the readers of files refuse.
+        config_path = require_file(folder / CONFIG, "a CLIP's configuration").resolve()
         small_files = {CONFIG: read_bounded(config_path, _MAX_SMALL_BYTES)}
-        if (folder / PREPROCESSING).is_file():
-            small_files[PREPROCESSING] = read_bounded(folder / PREPROCESSING, _MAX_SMALL_BYTES)
+        preprocessing_path = folder / PREPROCESSING
+        if preprocessing_path.is_file():
+            small_files[PREPROCESSING] = read_bounded(
+                preprocessing_path.resolve(), _MAX_SMALL_BYTES
+            )
         digest_lines = [f"{name} {sha256_hex(content)}" for name, content in small_files.items()]
         weights: dict[str, Tensor] = {}
         for name in weight_files(folder):

@@ -323,9 +323,17 @@ def check_licence(base: OpenedBase | None, release_licence: str) -> None:
     Raises:
         SetupError: on such a one.
     """
-    if base is None:
-        return
-    expected = licence_misfit(base.source.licence, release_licence)
+    if base is not None:
+        check_base_licence(base.source.licence, release_licence)
+
+
+def check_base_licence(base_licence: str, release_licence: str) -> None:
+    """Refuse the licence of a base if a release could not keep it.
+
+    Raises:
+        SetupError: on such a one.
+    """
+    expected = licence_misfit(base_licence, release_licence)
     if expected is not None:
         raise SetupError(
             "licence of the releases",
@@ -389,9 +397,12 @@ def _read_source(chosen: BaseRecipe, recipe: SharedRecipe, condition: Condition)
 
 
 def _read_file(chosen: FileBaseRecipe, recipe: SharedRecipe, condition: Condition) -> BaseSource:
-    path = require_file(Path(chosen.file), "the base that training starts from")
+    # The operator may name a link, which the readers of files refuse.
+    path = require_file(Path(chosen.file), "the base that training starts from").resolve()
     architecture = recipe.expert.architecture
-    tensors = read_weights(path)
+    # The plan states this digest, so the bytes that have it must be those that become tensors.
+    digest = sha256_file(path)
+    tensors = read_weights(path, digest)
     grid = None
     if chosen.shape is not None:
         _check_stated_shape(chosen.shape, tensors, architecture, condition)
@@ -399,7 +410,7 @@ def _read_file(chosen: FileBaseRecipe, recipe: SharedRecipe, condition: Conditio
     return BaseSource(
         BaseWeights(tensors, chosen.shape),
         grid,
-        FileBase(digest=sha256_file(path)),
+        FileBase(digest=digest),
         chosen.licence,
         chosen.num_images,
         _objective(
@@ -440,7 +451,9 @@ def _objective(
             path=chosen.path or default.path, prediction=chosen.prediction or default.prediction
         )
     except ValidationError as error:
-        raise SetupError("recipe, base", got=error.errors()[0]["msg"]) from error
+        # pydantic puts this before the text of our own checks.
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SetupError("recipe, base", got=message) from error
 
 
 def read_weights(path: Path, digest: str | None = None) -> dict[str, Tensor]:
@@ -464,9 +477,13 @@ def _read_diffusers(chosen: DiffusersBaseRecipe, recipe: SharedRecipe) -> BaseSo
     folder = Path(chosen.folder)
     config_path = require_file(folder / CONFIG_NAME, "the configuration of the base")
     path = require_file(folder / _DIFFUSERS_WEIGHTS_NAME, "the weights of the base")
+    # The cache of Hugging Face holds links, which the readers of files refuse.
+    path = path.resolve()
     layout, config = _read_config(config_path)
     architecture = recipe.expert.architecture
-    weights = weights_of(layout, config, read_weights(path), architecture)
+    # The plan states this digest, so the bytes that have it must be those that become tensors.
+    digest = sha256_file(path)
+    weights = weights_of(layout, config, read_weights(path, digest), architecture)
     grid = None
     if weights.shape is not None:
         grid = architecture.position_span(weights.shape)
@@ -476,7 +493,7 @@ def _read_diffusers(chosen: DiffusersBaseRecipe, recipe: SharedRecipe) -> BaseSo
     return BaseSource(
         weights,
         grid,
-        FileBase(layout=layout, digest=sha256_file(path)),
+        FileBase(layout=layout, digest=digest),
         chosen.licence,
         chosen.num_images,
         _objective(chosen, default),
@@ -492,7 +509,7 @@ def _read_config(path: Path) -> tuple[DiffusersClass, NetworkConfig]:
     """
     subject = f"base, {path.name}"
     try:
-        content = read_bounded(path, _MAX_CONFIG_BYTES)
+        content = read_bounded(path.resolve(), _MAX_CONFIG_BYTES)
         values = check_json(content, subject=subject, limit=_MAX_CONFIG_BYTES)
     except DocumentError as error:
         raise SetupError(subject, expected=error.expected, got=error.got) from error

@@ -267,7 +267,8 @@ def _open_autoencoder(recipe: SharedRecipe) -> OwnAutoencoder | PublishedAutoenc
         case DiffusersKlRecipe():
             return _open_published(chosen, shape)
         case AutoencoderKlRecipe():
-            weights = require_file(Path(chosen.weights), "the weights of the autoencoder")
+            # The operator may name a link, which the readers of files refuse.
+            weights = require_file(Path(chosen.weights), "the weights of the autoencoder").resolve()
             with name_recipe_field("latent", shape):
                 network = open_weights(weights, chosen, shape)
                 # One image alone, so that a network that does not fit fails before all images are encoded.

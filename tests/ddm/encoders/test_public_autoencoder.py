@@ -39,6 +39,19 @@ def opened(
     return latent, spec
 
 
+def test_autoencoder_is_described_through_links_as_hugging_faces_cache_has_them(
+    tmp_path: Path,
+) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    write_autoencoder(blobs, SD)
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    assert describe(snapshot, SHAPE, 0) == describe(blobs, SHAPE, 0)
+
+
 @pytest.mark.parametrize("layout", [SD, SDXL, FLUX], ids=["sd", "sdxl", "flux"])
 def test_latents_and_images_are_those_of_diffusers(tmp_path: Path, layout: dict[str, Any]) -> None:
     theirs = write_autoencoder(tmp_path, layout)

@@ -123,6 +123,16 @@ def test_classifier_in_the_file_is_left_out_and_the_rest_survives_the_plans_file
     assert torch.equal(again.encode(pictures(3)), encoder.encode(pictures(3)))
 
 
+def test_weights_are_opened_through_a_link_as_hugging_faces_cache_has_them(tmp_path: Path) -> None:
+    # The cache names a file by its digest, without an ending.
+    blob = weights(tmp_path / "blob")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(blob)
+    tensors = TimmEncoder.from_file("test_vit", link, COLOUR).tensors()
+    stored = load_tensors(blob, None, max_bytes=1 << 30)
+    assert all(torch.equal(tensors[name], stored[name]) for name in tensors)
+
+
 def test_weights_that_are_not_safetensors_are_refused_with_the_conversion(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "w.pth")
     with pytest.raises(SetupError) as refused:

@@ -96,6 +96,12 @@ def test_clip_gives_the_image_embeddings_of_the_whole_network(tmp_path: Path) ->
     expected = getattr(outputs, "pooler_output", outputs)
     torch.testing.assert_close(opened.encode(images), expected, rtol=1e-4, atol=1e-5)
     assert opened.encode(images).shape == (70, opened.dim) == (70, 4)
+    # The cache of Hugging Face holds links.
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in folder.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    assert ClipVision.open(snapshot, SPEC).digest == opened.digest
     other = ClipVision.open(clip_folder(tmp_path / "other", seed=1)[0], SPEC)
     assert other.digest != opened.digest and not torch.allclose(
         other.encode(images), expected, atol=1e-2

@@ -24,7 +24,7 @@ from ddm.protocol.architecture import (
     PinnedEncoder,
     TextCondition,
 )
-from ddm.protocol.base import File
+from ddm.protocol.base import File, sha256_file
 from ddm.protocol.bases import PERMISSIVE_LICENCES, FileBase, licence_misfit
 from ddm.protocol.latent import AutoencoderKlLatent, DiffusersKlLatent, IdentityLatent
 from ddm.protocol.learning import ExpertObjective, FullAdaptation
@@ -122,6 +122,35 @@ def test_recipe_is_refused_when_base_and_adaptation_do_not_belong_together(
     tables = {"base": base} if changes["base"] else {}
     with pytest.raises(ValidationError):
         recipe(expert=EXPERT | {"adaptation": changes["adaptation"]}, **tables)
+
+
+def test_base_is_opened_through_links_as_hugging_faces_cache_has_them(tmp_path: Path) -> None:
+    blobs = diffusers_folder(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    classes = ClassCondition(num_classes=3)
+    linked = opened({"kind": "diffusers", "folder": str(snapshot), "licence": "MIT"}, classes)
+    plain = opened({"kind": "diffusers", "folder": str(blobs), "licence": "MIT"}, classes)
+    assert linked.source.origin == plain.source.origin
+    assert all(torch.equal(linked.tensors[name], plain.tensors[name]) for name in plain.tensors)
+
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(weights_file(tmp_path / "base.safetensors"))
+    of_file = opened({"kind": "file", "file": str(link), "licence": "MIT"})
+    assert isinstance(of_file.source.origin, FileBase)
+    assert of_file.source.origin.digest == sha256_file(tmp_path / "base.safetensors")
+
+
+def test_objective_that_nothing_learns_is_refused_in_our_own_words(tmp_path: Path) -> None:
+    path = weights_file(tmp_path / "base.safetensors")
+    with pytest.raises(SetupError) as caught:
+        opened(
+            {"kind": "file", "file": str(path), "licence": "MIT", "path": "ddpm_linear"}
+            | {"prediction": "velocity"}
+        )
+    assert caught.value.got and not caught.value.got.startswith("Value error")
 
 
 def test_file_is_opened_and_its_positions_span_what_it_knows(tmp_path: Path) -> None:
