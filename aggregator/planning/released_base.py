@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -126,29 +127,53 @@ def _earlier_silos_that_left(federation: Federation, plan: Plan) -> set[str]:
 
 
 def check_not_submitted(federation: Federation, base: OpenedBase | None) -> None:
-    """Refuse as a file, or as a base trained on public images, an expert that a silo of this federation sent.
+    """Refuse as a file, or as a base trained on public images, what learned the images of this federation's silos.
 
-    As such it would need no consent, return after a withdrawal, and count as trained on no silo's images. Files are
-    compared by digest, which the silos' documents state: this stops an error, and no aggregator that changes a byte.
+    These are the experts that silos sent, and the bases of earlier plans that came from a release. As a file they would
+    need no consent, return after a withdrawal, and count as trained on no silo's images. Files are compared by digest,
+    which signed documents state: this stops an error, and no aggregator that changes a byte.
 
     Raises:
-        PolicyError: it is such an expert.
+        PolicyError: it is such an expert or base.
     """
     if base is None or not isinstance(base.source.origin, FileBase | TrainedBase):
         return
+    digest = base.source.origin.digest
     for document in _submissions(federation):
         data = read_bounded(document, MAX_DOCUMENT_BYTES)
         submission = Submission.parse(data, subject=document.name)
         for expert in submission.experts:
-            if expert.file.digest == base.source.origin.digest:
-                raise PolicyError(
-                    "recipe, base",
-                    expected="a file that is no expert of this federation",
-                    got=f"expert {expert.expert_id} of {submission.silo_id}, for plan {submission.plan_id}",
-                    remedy="Leave the table [base] out, and name the release of this expert: `aggregator plan FED "
-                    f"--recipe RECIPE --public PICTURES --from-release RELEASE --expert {expert.expert_id}`. Its silo "
-                    "must agree (serve_as_base), and must not have withdrawn it.",
+            if expert.file.digest == digest:
+                raise _not_a_file_error(
+                    f"expert {expert.expert_id} of {submission.silo_id}, for plan {submission.plan_id}",
+                    option=f"--expert {expert.expert_id}",
                 )
+    for plan in _signed_plans(federation):
+        if plan.base is None or not isinstance(plan.base.origin, ExpertBase | StudentBase):
+            continue
+        # Its file in the plan differs from the original where classes, channels or texts were adjusted.
+        if digest in (plan.base.digest, plan.base.origin.digest):
+            raise _not_a_file_error(
+                f"the base of plan {plan.plan_id}: {plan.base.words}",
+                option="--expert EXPERT or --student FILE",
+            )
+
+
+def _not_a_file_error(got: str, *, option: str) -> PolicyError:
+    """Return the error of a base that only a release may provide.
+
+    Args:
+        got: what it is.
+        option: the option of `aggregator plan` that names it.
+    """
+    return PolicyError(
+        "recipe, base",
+        expected="a file that learned no images of this federation's silos",
+        got=got[:400],
+        remedy="Leave the table [base] out, and name the release that it is from: `aggregator plan FED "
+        f"--recipe RECIPE --public PICTURES --from-release RELEASE {option}`. Its silos "
+        "must agree (serve_as_base), and must not have withdrawn it.",
+    )
 
 
 def _submissions(federation: Federation) -> Iterator[Path]:
@@ -157,6 +182,13 @@ def _submissions(federation: Federation) -> Iterator[Path]:
     yield from federation.accepted.glob(f"*/*/{document}")
     yield from federation.withdrawn.glob(f"*/*/submission/{document}")
     yield from federation.quarantine.glob(f"*/*/*/submission/{document}")
+
+
+def _signed_plans(federation: Federation) -> Iterator[Plan]:
+    """Yield every plan that this federation signed."""
+    for folder in sorted((federation.path / "plans").glob("*")):
+        if (federation.plan_targets(folder.name) / "plan.json").is_file():
+            yield read_signed_plan(federation, folder.name)
 
 
 def consenting_experts(release: Release, left: Set[str]) -> tuple[PublishedExpert, ...]:
@@ -255,7 +287,8 @@ def compare_experts(
             continue
         loss = velocity_loss(ensemble.experts[index], path, x_0, eps)
         compared.append(ComparedExpert(expert_id, candidates[expert_id].silo_id, loss))
-    return sorted(compared, key=lambda expert: expert.loss)
+    # NaN, of an expert whose answers overflow, is neither above nor below any loss, and could be sorted to the front.
+    return sorted(compared, key=lambda expert: (isnan(expert.loss), expert.loss))
 
 
 def student_source(release: Release, weights: Path, left: Set[str]) -> BaseSource:

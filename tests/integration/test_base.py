@@ -429,6 +429,27 @@ def test_expert_that_a_silo_sent_is_refused_as_a_file_of_the_operators(
     assert "east" in (caught.value.got or "") and "--from-release" in (caught.value.remedy or "")
 
 
+def test_base_of_an_earlier_plan_that_came_from_a_release_is_refused_as_a_file(
+    first: Round, tmp_path: Path
+) -> None:
+    """The attack: adjusted to classes, it has another digest than north's expert, whose images it learned."""
+    tiny = first.tiny.copy(tmp_path / "tiny")
+    classes = {"condition": {"kind": "class", "num_classes": 2}}
+    words = plan_from_release(tiny, first.release, tmp_path)
+    write_recipe(tmp_path / "plan.toml", **classes)
+    signed = run_command(*words, "--expert", "north")
+    assert signed.code == 0, signed.err
+    plan, _ = tiny.federation.current_plan()
+    assert plan.base is not None and "2 classes added" in plan.base.changes[0]
+    remove_silo(tiny.federation, "north", "a test", PASSPHRASE)
+    base_path = tiny.federation.plan_targets(plan.plan_id) / "plan/base.safetensors"
+    chosen = recipe(**tables(base=file_base(base_path), **classes))
+    with pytest.raises(PolicyError) as caught:
+        tiny.sign(chosen)
+    assert f"the base of plan {plan.plan_id}: expert north" in (caught.value.got or "")
+    assert "--from-release" in (caught.value.remedy or "")
+
+
 def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: Round) -> None:
     chosen = ReleaseBaseRecipe(kind="release", release=str(first.release))
     release = verify_base_release(first.tiny.federation, chosen)
@@ -443,6 +464,19 @@ def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: R
     with pytest.raises(SetupError) as caught:
         expert_source(release, "nobody", NOBODY)
     assert caught.value.subject.startswith("--expert")
+
+
+def test_expert_whose_answers_are_not_numbers_is_proposed_last(
+    first: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: NaN is not above any loss, so that such an expert could be the best one."""
+    experts = first.opened.manifest.experts
+    monkeypatch.setattr(released_base, "consenting_experts", lambda release, left: experts)
+    losses = iter([float("nan"), 0.5])
+    monkeypatch.setattr(released_base, "velocity_loss", lambda *_: next(losses))
+    public = torch.from_numpy(images(4, 0.0, seed=3))
+    compared = compare_experts(first.opened, public, first.opened.plan.data, NOBODY)
+    assert [expert.expert_id for expert in compared] == ["north", "east"]
 
 
 @pytest.mark.parametrize("block_size", [1000, 37])
