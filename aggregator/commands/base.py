@@ -61,6 +61,7 @@ def base(
 
     from aggregator.planning.base_training import (
         check_base_architecture,
+        check_base_folder,
         read_base_images,
         train_base,
         trained_base_of,
@@ -68,12 +69,16 @@ def base(
     from aggregator.planning.recipe import Recipe
     from ddm.images.samples import open_image_set
     from ddm.io.settings import load_settings
+    from ddm.planning.bases import check_base_licence
     from ddm.planning.networks import open_networks
 
     federation = Federation(fed).require_owner()
     chosen = load_settings(Recipe, recipe)
-    folder = trained_base_of(chosen).folder
+    base_recipe = trained_base_of(chosen)
     check_base_architecture(chosen)
+    check_base_folder(chosen)
+    # `aggregator plan` would refuse the base after it was trained for hours.
+    check_base_licence(base_recipe.licence, federation.settings().licence)
     # By themselves, torch's threads heed no cgroup.
     torch.set_num_threads(default_threads())
     try:
@@ -88,10 +93,12 @@ def base(
         )
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        # pydantic puts this before the text of our own checks.
+        message = fault["msg"].removeprefix("Value error, ")
         raise SetupError(
             "--launcher, --jobs and --processes",
             expected="settings like those of [training] in a silo's silo.toml",
-            got=fault["msg"],
+            got=message,
         ) from error
     # The base itself is what is missing yet.
     networks = open_networks(chosen.model_copy(update={"base": None}))
@@ -108,8 +115,8 @@ def base(
             should_stop=stop.is_set,
         )
     say(
-        f"Base in {folder}: {card.steps} steps on {card.num_images} images in {human_seconds(card.seconds)}, "
-        f"loss {card.loss:.4f}, {human_bytes(card.file.bytes)}, licence {card.licence}."
+        f"Base in {base_recipe.folder}: {card.steps} steps on {card.num_images} images in "
+        f"{human_seconds(card.seconds)}, loss {card.loss:.4f}, {human_bytes(card.file.bytes)}, licence {card.licence}."
     )
     say(
         f"Next: aggregator plan {quote(str(fed))} --recipe {quote(str(recipe))} --public {quote(str(public))}"

@@ -57,6 +57,8 @@ from ddm.training.planned import PlannedExpert
 from ddm.training.progress import Progress
 
 _MEMBER = "base"
+_PAGE_NAME = "README.md"
+_JOB_NAME = "job"
 _HEADER_BYTES = 1 << 20
 _NO_LIMIT_S = 10**9
 _NO_LIMIT_HOURS = 1e6
@@ -171,6 +173,38 @@ def check_base_architecture(recipe: SharedRecipe) -> None:
     raise SetupError("recipe, expert.architecture", expected=expected, got=reason, remedy=remedy)
 
 
+def check_base_folder(recipe: SharedRecipe) -> None:
+    """Refuse a folder that holds other things than a base: its README.md would be replaced.
+
+    Raises:
+        SetupError: it is neither empty nor that of a base, finished or not; or it is a file.
+    """
+    folder = Path(trained_base_of(recipe).folder)
+    # A finished base is only read, whatever lies beside it.
+    if (folder / CARD_NAME).exists():
+        return
+    names = {WEIGHTS_NAME, _JOB_NAME}
+    # The page of a base is written after its weights.
+    if (folder / WEIGHTS_NAME).exists():
+        names.add(_PAGE_NAME)
+    got = None
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            # Hidden files, such as the lock, are never replaced.
+            if path.name not in names and not path.name.startswith("."):
+                got = f"a folder with {path.name}"
+                break
+    elif folder.exists():
+        got = "a file"
+    if got is not None:
+        raise SetupError(
+            f"recipe, base.folder {folder}",
+            expected="a new or empty folder, or that of a base",
+            got=got,
+            remedy="Name another folder in [base].",
+        )
+
+
 def _condition(recipe: SharedRecipe, networks: RecipeNetworks) -> Condition:
     """Return what the base is conditioned on: the recipe's classes; texts are added when a plan starts from it."""
     if trained_base_of(recipe).unconditional or isinstance(networks.condition, TextCondition):
@@ -202,22 +236,24 @@ def train_base(
         SetupError: the folder has a finished base of another recipe or of other images.
         KeyboardInterrupt: `should_stop` returned true.
     """
-    chosen = trained_base_of(recipe)
-    folder = Path(chosen.folder)
+    folder = Path(trained_base_of(recipe).folder)
     folder.mkdir(parents=True, exist_ok=True)
     plan = _job_plan(recipe, images, root_digest)
     expert = PlannedExpert(plan, _MEMBER, 0, None, settings.engine)
     inputs: dict[str, Images] = {"images": images.x_0}
     if images.classes is not None:
         inputs["labels"] = images.classes
+    job = JobFolder(folder.absolute() / _JOB_NAME)
+    if settings.jobs is not None:
+        # Machines of a cluster see this folder, and perhaps not the base's. Bases of other recipes are beside it, which
+        # may learn the same images.
+        job = JobFolder(settings.jobs / f"base-{plan.digest[:16]}")
     with locked(folder, "training"):
         if (folder / CARD_NAME).exists():
-            return _finished_card(folder, recipe, plan, images)
-        job = JobFolder(folder.absolute() / "job")
-        if settings.jobs is not None:
-            # Machines of a cluster see this folder, and perhaps not the base's. Bases of other recipes are beside it,
-            # which may learn the same images.
-            job = JobFolder(settings.jobs / f"base-{plan.digest[:16]}")
+            card = _finished_card(folder, recipe, plan, images)
+            # Left by a process that ended after it wrote the card.
+            discard_job(job)
+            return card
         result = train_job(
             TrainingTask(expert, inputs, images.digest),
             job,
@@ -235,7 +271,7 @@ def train_base(
             file=File.of(WEIGHTS_NAME, folder / WEIGHTS_NAME),
         )
         page = render("aggregator", "base.md.jinja", card=card)
-        write_atomic(folder / "README.md", page.encode())
+        write_atomic(folder / _PAGE_NAME, page.encode())
         # Last: a folder with a card has all that the card names.
         write_atomic(folder / CARD_NAME, card.encode())
         discard_job(job)

@@ -1,5 +1,6 @@
 """A base that is trained on public images: resumed to the byte, with a card, and then the start of a plan's experts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from aggregator.intake.examination import public_images
 from aggregator.planning import base_training
-from aggregator.planning.base_training import BaseImages, train_base
+from aggregator.planning.base_training import BaseImages, check_base_folder, train_base
 from aggregator.planning.recipe import Recipe
 from ddm.errors import SetupError
 from ddm.io.tensors import load_tensors
@@ -104,6 +105,90 @@ def test_finished_base_is_not_trained_again_and_one_of_other_images_is_refused(
     with pytest.raises(SetupError) as caught:
         train(chosen, base_images(seed=1))
     assert "images_digest" in (caught.value.got or "")
+
+
+def test_job_that_was_left_beside_a_finished_base_is_removed(tmp_path: Path) -> None:
+    """The fault: a process that was killed after it wrote the card left copies of the images for good."""
+    chosen = recipe(base=table(tmp_path / "base"))
+    card = train(chosen, base_images())
+    (tmp_path / "base" / "job" / "checkpoints").mkdir(parents=True)
+    assert train(chosen, base_images()) == card
+    assert not (tmp_path / "base" / "job").exists()
+
+
+def folder_of_notes(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "README.md").write_text("mine", "utf-8")
+    (folder / "notes.txt").write_text("mine", "utf-8")
+    return folder
+
+
+def folder_of_a_page(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "README.md").write_text("mine", "utf-8")
+    return folder
+
+
+def file_in_its_place(path: Path) -> Path:
+    path.write_text("mine", "utf-8")
+    return path
+
+
+@pytest.mark.parametrize("make", [folder_of_notes, folder_of_a_page, file_in_its_place])
+def test_folder_of_something_else_is_refused_for_a_base(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    """The fault: `folder = "."` replaced the README.md of the operator's own folder."""
+    chosen = recipe(base=table(make(tmp_path / "mine")))
+    with pytest.raises(SetupError) as caught:
+        check_base_folder(chosen)
+    assert "base.folder" in caught.value.subject
+
+
+def test_folder_of_a_base_is_not_refused_whether_it_is_new_begun_or_finished(
+    tmp_path: Path,
+) -> None:
+    chosen = recipe(base=table(tmp_path / "base"))
+    check_base_folder(chosen)
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, base_images(), stop_after=1)
+    check_base_folder(chosen)
+    train(chosen, base_images())
+    # Killed between the page and the card; and then with something that was added to the finished base.
+    card = (tmp_path / "base" / "base.json").read_bytes()
+    (tmp_path / "base" / "base.json").unlink()
+    check_base_folder(chosen)
+    (tmp_path / "base" / "base.json").write_bytes(card)
+    (tmp_path / "base" / "LICENSE").write_text("CC0-1.0", "utf-8")
+    check_base_folder(chosen)
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "words"),
+    [
+        ({"licence": "CC-BY-NC-4.0"}, (), "licence of the releases"),
+        ({"folder": "."}, (), "base.folder"),
+        ({}, ("--launcher", "srun {folder}", "--jobs", "jobs"), "found:    jobs must be"),
+    ],
+)
+def test_command_refuses_before_it_reads_images_what_could_not_become_a_plans_base(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    base: dict[str, Any],
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {})
+    described = recipe().model_dump(mode="json", exclude_none=True)
+    described["base"] = table(tmp_path / "base") | base
+    chosen = tmp_path / "plan.toml"
+    chosen.write_bytes(tomli_w.dumps(described).encode())
+    monkeypatch.chdir(tmp_path)
+    command = ["aggregator", "base", tiny.federation.path, "--recipe", chosen]
+    # There are no such images.
+    refused = run_command(*command, "--public", tmp_path / "missing.npz", *options)
+    assert refused.code == SetupError.exit_code
+    assert words in refused.err
 
 
 @pytest.mark.parametrize(
