@@ -145,34 +145,25 @@ def check_not_submitted(federation: Federation, base: OpenedBase | None) -> None
         for expert in submission.experts:
             if expert.file.digest == digest:
                 raise _not_a_file_error(
-                    f"expert {expert.expert_id} of {submission.silo_id}, for plan {submission.plan_id}",
-                    option=f"--expert {expert.expert_id}",
+                    f"expert {expert.expert_id} of {submission.silo_id}, for plan {submission.plan_id}"
                 )
     for plan in _signed_plans(federation):
         if plan.base is None or not isinstance(plan.base.origin, ExpertBase | StudentBase):
             continue
         # Its file in the plan differs from the original where classes, channels or texts were adjusted.
         if digest in (plan.base.digest, plan.base.origin.digest):
-            raise _not_a_file_error(
-                f"the base of plan {plan.plan_id}: {plan.base.words}",
-                option="--expert EXPERT or --student FILE",
-            )
+            raise _not_a_file_error(f"the base of plan {plan.plan_id}: {plan.base.words}")
 
 
-def _not_a_file_error(got: str, *, option: str) -> PolicyError:
-    """Return the error of a base that only a release may provide.
-
-    Args:
-        got: what it is.
-        option: the option of `aggregator plan` that names it.
-    """
+def _not_a_file_error(got: str) -> PolicyError:
+    """Return the error of a file that only a release may provide as a base; `got` says what it is."""
     return PolicyError(
         "recipe, base",
-        expected="a file that learned no images of this federation's silos",
+        expected="a file that learned no silo's images",
         got=got[:400],
         remedy="Leave the table [base] out, and name the release that it is from: `aggregator plan FED "
-        f"--recipe RECIPE --public PICTURES --from-release RELEASE {option}`. Its silos "
-        "must agree (serve_as_base), and must not have withdrawn it.",
+        "--recipe RECIPE --public PICTURES --from-release RELEASE --expert EXPERT`, or with --student FILE in place of "
+        "--expert. Its silos must agree (serve_as_base), and must not have withdrawn it.",
     )
 
 
