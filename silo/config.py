@@ -194,7 +194,7 @@ class ApprovalPolicy(Settings):
     Attributes:
         kind: who approves.
         carry_over: whether later plans of the same federation and licence may carry the submission over.
-        serve_as_base: whether later plans may start training from the experts.
+        serve_as_base: whether later plans of the same federation may start training from the experts.
         licences: under which releases may be published; with none, any licence.
     """
 

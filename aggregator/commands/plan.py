@@ -78,7 +78,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --from-release: the root of the federation that published it (default: this federation's).",
+            help="With --from-release: the root of an owner of islands who published it (default: this federation's).",
         ),
     ] = None,
     yes: Annotated[

@@ -23,6 +23,7 @@ from ddm.models.base_weights import BaseWeights
 from ddm.planning.bases import BaseSource, BaseSpace, OpenedBase, read_weights
 from ddm.planning.recipe import ReleaseBaseRecipe
 from ddm.planning.released_base import (
+    is_of_islands,
     no_consent_error,
     silos_without_consent,
     teachers_of,
@@ -67,20 +68,30 @@ def verify_base_release(federation: Federation, chosen: ReleaseBaseRecipe) -> Re
         chosen: the recipe's base.
 
     Raises:
+        PolicyError: it is another federation's.
         TrustError, FormatError: see `ddm.loading.release.open_release`.
     """
     root = federation.tuf / "1.root.json"
     if chosen.root is not None:
         root = Path(chosen.root)
     # It may have been replaced by later versions since, and its timestamp may be over.
-    return open_release(Path(chosen.release), root=root, state=None, archived=True)
+    release = open_release(Path(chosen.release), root=root, state=None, archived=True)
+    # Silos of another federation agreed to its plans alone, and whether one has left since is known there only.
+    if release.plan.root_digest != federation.root_digest and not is_of_islands(release):
+        raise PolicyError(
+            f"recipe, base.release {chosen.release}",
+            expected="a release of this federation, or of islands",
+            got="one of another federation, whose silos agree to a base for their federation's plans alone",
+            remedy="Name a release of this federation. Or train a base: `aggregator base FED --recipe RECIPE --public "
+            "PICTURES`.",
+        )
+    return release
 
 
 def silos_that_left(federation: Federation, release: Release) -> frozenset[str]:
     """Return the silos whose consent is over: they withdrew their experts since, or were removed.
 
-    These are silos of the release, and of the earlier rounds from which its experts began. Nothing is known of silos of
-    another federation.
+    These are silos of the release, and of the earlier rounds from which its experts began. Islands do not leave.
 
     Raises:
         MissingFileError: the plan of an earlier round is not in the federation's folder.

@@ -7,8 +7,7 @@ from ddm.islands.recipe import IslandsRecipe
 from ddm.loading.release import open_release
 from ddm.planning.bases import BaseSource
 from ddm.planning.recipe import ReleaseBaseRecipe
-from ddm.planning.released_base import expert_source
-from ddm.protocol.island import Island
+from ddm.planning.released_base import expert_source, is_of_islands
 
 
 def open_released_base(recipe: IslandsRecipe) -> BaseSource | None:
@@ -25,7 +24,7 @@ def open_released_base(recipe: IslandsRecipe) -> BaseSource | None:
     # It may have been replaced by later versions since, and its timestamp may be over.
     release = open_release(Path(chosen.release), root=Path(chosen.root), state=None, archived=True)
     # Silos agree that their experts serve as the base of their federation's plans, and may take that back there.
-    if not all(isinstance(document, Island) for document in release.submissions.values()):
+    if not is_of_islands(release):
         raise PolicyError(
             f"recipe, base.release {chosen.release}",
             expected="a release of islands",

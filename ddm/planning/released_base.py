@@ -113,6 +113,11 @@ def trained_plan(release: Release, silo_id: str) -> Plan:
     return release.earlier_plans.get(release.plan.origin(silo_id), release.plan)
 
 
+def is_of_islands(release: Release) -> bool:
+    """Return whether one owner trained all experts, so that no silo has to agree to anything."""
+    return all(isinstance(document, Island) for document in release.submissions.values())
+
+
 def consents(release: Release, silo_id: str, left: Set[str]) -> bool:
     """Return whether a silo agrees that training starts from its experts; `left` are those whose consent is over."""
     if silo_id in left:

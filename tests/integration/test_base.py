@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 import torch
 
+from aggregator.config import Federation
 from aggregator.intake.examination import Examiner
 from aggregator.intake.own_files import FederationFilesError
 from aggregator.intake.screening import absolute_faults
@@ -25,6 +26,7 @@ from aggregator.planning.released_base import (
     student_source,
     verify_base_release,
 )
+from aggregator.setup import init_federation
 from ddm.distillation.student import GivenImages, OwnSamples, Student, StudentOrigin
 from ddm.errors import DigestError, DocumentError, PolicyError, ReplayError, SetupError
 from ddm.io.tensors import load_tensors, save_tensors
@@ -448,6 +450,20 @@ def test_base_of_an_earlier_plan_that_came_from_a_release_is_refused_as_a_file(
         tiny.sign(chosen)
     assert f"the base of plan {plan.plan_id}: expert north" in (caught.value.got or "")
     assert "--from-release" in (caught.value.remedy or "")
+
+
+def test_release_of_another_federation_is_no_base(first: Round, tmp_path: Path) -> None:
+    """Its silos agreed to plans of their own federation, and only there is it known whether one has left."""
+    other = Federation(tmp_path / "other")
+    settings = first.tiny.federation.settings().model_copy(update={"name": "other"})
+    init_federation(other, settings, PASSPHRASE)
+    chosen = ReleaseBaseRecipe(
+        kind="release", release=str(first.release), root=str(first.tiny.root)
+    )
+    with pytest.raises(PolicyError) as caught:
+        verify_base_release(other, chosen)
+    assert caught.value.expected == "a release of this federation, or of islands"
+    assert verify_base_release(first.tiny.federation, chosen).plan == first.opened.plan
 
 
 def test_experts_are_compared_on_public_images_where_their_silos_agreed(first: Round) -> None:

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from aggregator.config import Federation, FederationSettings
 from aggregator.planning.recipe import Recipe
+from aggregator.planning.released_base import verify_base_release
+from aggregator.setup import init_federation
 from ddm.errors import DigestError, PolicyError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import load_settings
@@ -18,6 +21,7 @@ from ddm.islands.recipe import IslandsRecipe
 from ddm.islands.seed import divide_budget
 from ddm.loading.release import Release, open_release
 from ddm.models import expected_tensors, training_flops
+from ddm.planning.recipe import ReleaseBaseRecipe
 from ddm.planning.released_base import expert_source
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import Dit
@@ -26,6 +30,7 @@ from ddm.protocol.learning import Training
 from ddm.protocol.plan import Plan
 from ddm.training.schedule import learning_rate
 from tests.support.case import case
+from tests.support.federation import PASSPHRASE
 from tests.support.forked import fork_process, wait_for_exit
 from tests.support.islands import RECIPE, Owner, digits
 from tests.support.publishing import kill_at_step, publish_short_pages
@@ -346,6 +351,20 @@ def test_islands_start_from_an_expert_of_an_own_earlier_release(
             refused = Owner.make(tmp_path / str(number), steps=2, extra=table + words).split()
             assert refused.code != 0 and code in (None, refused.code), refused.err
             assert expected_words in refused.err
+
+
+def test_plan_of_a_federation_may_start_from_a_release_of_islands(
+    published: Owner, tmp_path: Path
+) -> None:
+    """One owner trained all of its experts, so that nobody else has to agree."""
+    federation = Federation(tmp_path / "fed")
+    settings = FederationSettings(name="fed", host="127.0.0.1", port=9092, licence="CC-BY-4.0")
+    init_federation(federation, settings, PASSPHRASE)
+    chosen = ReleaseBaseRecipe(
+        kind="release", release=str(published.path / "release"), root=str(published.root)
+    )
+    release = verify_base_release(federation, chosen)
+    assert release.plan == Islands(published.run).plan
 
 
 def test_islands_do_not_start_from_a_release_of_a_federation(
