@@ -68,7 +68,7 @@ def base(
     )
     from aggregator.planning.recipe import Recipe
     from ddm.images.samples import open_image_set
-    from ddm.io.settings import load_settings
+    from ddm.io.settings import first_message, load_settings
     from ddm.planning.bases import check_base_licence
     from ddm.planning.networks import open_networks
 
@@ -92,13 +92,10 @@ def base(
             }
         )
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        # pydantic puts this before the text of our own checks.
-        message = fault["msg"].removeprefix("Value error, ")
         raise SetupError(
             "--launcher, --jobs and --processes",
             expected="settings like those of [training] in a silo's silo.toml",
-            got=message,
+            got=first_message(error),
         ) from error
     # The base itself is what is missing yet.
     networks = open_networks(chosen.model_copy(update={"base": None}))

@@ -80,6 +80,13 @@ def _as_json(value: object) -> str:
     raise TypeError(type(value).__name__)
 
 
+def first_message(error: ValidationError) -> str:
+    """Return what pydantic says of the first thing that is wrong, without what it was given."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # pydantic puts this before the text of our own checks.
+    return first["msg"].removeprefix("Value error, ")
+
+
 def settings_error(path: Path, error: ValidationError) -> SetupError:
     """Return the first thing that is wrong with a configuration file as the error for its author."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -91,11 +98,9 @@ def settings_error(path: Path, error: ValidationError) -> SetupError:
         "extra_forbidden": "a field that does not exist",
         "missing": "nothing; this field is required",
     }
-    # pydantic puts this before the text of our own checks.
-    message = first["msg"].removeprefix("Value error, ")
     return SetupError(
         subject,
-        got=plain_messages.get(first["type"], message),
+        got=plain_messages.get(first["type"], first_message(error)),
         remedy=f"Correct {path.name}, then run it again.",
     )
 

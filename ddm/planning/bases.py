@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddm.errors import DocumentError, SetupError
 from ddm.io.files import read_bounded, require_file
+from ddm.io.settings import first_message
 from ddm.io.tensors import load_tensors
 from ddm.models import MAX_WEIGHT
 from ddm.models.base_weights import BaseWeights, fit_base, num_input_channels
@@ -451,9 +452,7 @@ def _objective(
             path=chosen.path or default.path, prediction=chosen.prediction or default.prediction
         )
     except ValidationError as error:
-        # pydantic puts this before the text of our own checks.
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise SetupError("recipe, base", got=message) from error
+        raise SetupError("recipe, base", got=first_message(error)) from error
 
 
 def read_weights(path: Path, digest: str | None = None) -> dict[str, Tensor]:

@@ -205,7 +205,7 @@ class ReleaseBaseRecipe(Settings):
 
     Attributes:
         release: the release's folder.
-        root: the pinned root of the one who published it; by default this federation's. `ddm split` needs it.
+        root: for a release of islands, their owner's pinned root; by default this federation's. `ddm split` needs it.
         expert: the expert's name; with neither expert nor student, the best one on public images is proposed. `ddm
             split` needs it.
         student: the file of the student's weights, with the record beside it; not for `ddm split`.

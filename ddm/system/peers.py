@@ -5,7 +5,6 @@ exchanged. A row names its user only while a process has the socket open: a clos
 of who had it, so such a row names nobody.
 """
 
-import errno
 import ipaddress
 import os
 import socket
@@ -132,12 +131,12 @@ def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
 def _ask_for_user(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """Return the user of a connection's other end by a question to the kernel about this socket alone.
 
-    To read the kernel's table takes some hundred times as long, since its length is that of a machine with many
-    connections. Source: sock_diag(7).
+    To read the kernel's table takes some hundred times as long: the kernel looks for its rows in a hash table whose
+    size follows the machine's memory. Source: sock_diag(7).
 
     Raises:
         ValueError: one of the two is no address.
-        OSError: there is no answer.
+        OSError: there is no such socket on this machine, or the kernel does not answer such questions.
     """
     hosts = [ipaddress.ip_address(host) for host, _ in (client, server)]
     family = socket.AF_INET if hosts[0].version == 4 else socket.AF_INET6
@@ -152,7 +151,9 @@ def _ask_for_user(client: tuple[str, int], server: tuple[str, int]) -> int | Non
         answer = kernel.recv(_MAX_ANSWER_BYTES)
     kind = struct.unpack_from("=H", answer, 4)[0]
     if kind != _SOCK_DIAG_BY_FAMILY:
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        # The kernel states the number of an error with a minus sign.
+        number = -struct.unpack_from("=i", answer, 16)[0]
+        raise OSError(number, os.strerror(number))
     user, inode = struct.unpack_from("=II", answer, 80)
     # Where there is no such connection the kernel tells of a socket that listens at the address.
     if answer[20:56] != ends or inode == 0:
