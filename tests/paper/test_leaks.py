@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddm.errors import SetupError
+from ddm.evaluation.classifier import train_classifier
 from ddm.evaluation.intervals import Estimate
 from examples.paper.leaks import __main__ as leaks
 from examples.paper.leaks.choices import CHOICES, plan_of
@@ -68,7 +70,9 @@ def test_base_learns_public_images_and_nobody_learns_the_units_held_out(world: W
     )
     is_public_NM = (data.public[:, None] == data.learned).flatten(2).all(2)
     assert not is_public_NM.any()
-    silo = Silo(LeakWorkshop(data, world, Path("unused"), 1.0), CHOICES["random"], 50)
+    silo = Silo(
+        LeakWorkshop(data, world, Path("unused"), 1.0, Path("unused")), CHOICES["random"], 50
+    )
     assert torch.equal(silo.cohort.images[:50], data.learned[:50]) and torch.equal(
         silo.cohort.images[50:], data.held_out
     )
@@ -99,7 +103,7 @@ def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_
     world: World,
 ) -> None:
     data = Data.of(world, (1, 2), (0, 3))
-    whole = LeakWorkshop(data, world, Path("unused"), 1.0)
+    whole = LeakWorkshop(data, world, Path("unused"), 1.0, Path("unused"))
     plans = {name: plan_of(SHAPE, choice, 350) for name, choice in CHOICES.items()}
     private = {
         f"{way}-{epsilon}{steps}"
@@ -162,6 +166,7 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
         [cell("lora", 300, 0.6), attacked],
         estimate,
         0.5,
+        "89abcdef" * 8,
     )
     page = (tmp_path / "README.md").read_text("utf-8")
     assert (
@@ -170,12 +175,27 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
         and "0.5 of their steps" in page
     )
     assert "0.900 [0.850, 0.950]" in page
+    assert "`89abcdef89abcdef`" in page
     # Rounded as the figures beside it, not cut off.
     assert "0.695" in page and "0.694" not in page
     with (tmp_path / "leaks.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["choice"], float(row["auc"])) for row in rows] == [("random", 0.9), ("lora", 0.6)]
     assert (tmp_path / "leaks.png").stat().st_size > 5000
+
+
+def test_classifier_of_other_images_does_not_judge(world: World, tmp_path: Path) -> None:
+    given = tmp_path / "given.safetensors"
+    other = world.validation
+    train_classifier(other.images, other.label_N, world.data, num_steps=1).save(given)
+    data = Data.of(world, (1, 2), (0, 3))
+    workshop = LeakWorkshop(data, world, tmp_path, 1.0, given)
+    with pytest.raises(SetupError, match="a classifier of the public images of made"):
+        _ = workshop.classifier
+    public = world.public
+    train_classifier(public.images, public.label_N, world.data, num_steps=1).save(given)
+    judge = workshop.classifier
+    assert judge.encode(data.test[:3]).shape == (3, 64)
 
 
 @pytest.mark.slow

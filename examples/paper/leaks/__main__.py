@@ -3,7 +3,7 @@
     python -m examples.paper.leaks --dataset fashion-mnist --data FOLDER --out build/leaks
 
 Everything measured is kept in OUT and not measured again, so an interrupted run goes on where it stopped. The page
-shows everything that OUT has with as many samples and shadows.
+shows everything that OUT has with as many samples and shadows, judged by the same classifier.
 """
 
 import argparse
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from ddm.io.files import require_file
+from ddm.protocol.base import sha256_file
 from ddm.system.console import say
 from examples.paper.leaks.choices import CHOICES, MAX_IMAGES
 from examples.paper.leaks.results import LeakCell, write_report
@@ -20,6 +22,7 @@ from examples.paper.leaks.site import Data, LeakWorkshop, Silo
 from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.clock import ended
 from examples.paper.tables.data import read_world
+from examples.paper.tables.judging import CLASSIFIER
 from examples.paper.tables.results import Figure, Kept, commit, hardware, utc
 from examples.paper.tables.targets import write_targets
 from silo.audit.document import ExpertAudit
@@ -66,6 +69,12 @@ def main() -> int:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="share of all training steps; default: 1"
     )
+    parser.add_argument(
+        "--classifier",
+        type=Path,
+        metavar="FILE",
+        help="the classifier.safetensors of results whose FIDs new ones are compared with; default: trained now",
+    )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -79,10 +88,14 @@ def run(asked: argparse.Namespace) -> None:
     # experts of other images or steps are others
     work = asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"
     work.mkdir(parents=True, exist_ok=True)
-    workshop = LeakWorkshop(data, world, work, asked.scale)
+    classifier_file = work / CLASSIFIER
+    if asked.classifier is not None:
+        classifier_file = require_file(asked.classifier, "the classifier of earlier results")
+    workshop = LeakWorkshop(data, world, work, asked.scale, classifier_file)
     base = workshop.base
     of_base = workshop.judge(workshop.base_expert, base.folder / base.file.path, asked.samples)
-    kept = Kept(work / f"cells-{asked.samples}-{asked.shadows}")
+    judge = sha256_file(classifier_file)
+    kept = Kept(work / f"cells-{asked.samples}-{asked.shadows}-{judge[:16]}")
     nums = sorted({min(num, len(data.learned), MAX_IMAGES) for num in asked.images})
     for seed, num, choice in product(range(asked.seeds), nums, asked.choices):
         key = (choice, num, seed)
@@ -96,7 +109,7 @@ def run(asked: argparse.Namespace) -> None:
                 f"{cell.training_s:.0f} s and {cell.audit_s:.0f} s of audit"
             )
         cells = kept.all(LeakCell)
-        write_report(asked.out, asked.dataset, cells, of_base, asked.scale)
+        write_report(asked.out, asked.dataset, cells, of_base, asked.scale, judge)
         write_targets(asked.out / "targets.csv", leak_targets(cells))
     say(f"Written: {asked.out / 'README.md'}")
 

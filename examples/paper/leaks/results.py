@@ -73,8 +73,18 @@ def write_report(
     cells: Sequence[LeakCell],
     base: Mapping[str, Estimate],
     share: float,
+    judge: str,
 ) -> None:
-    """Write everything that was measured by now."""
+    """Write everything that was measured by now.
+
+    Args:
+        out: the folder of the results.
+        dataset: its name.
+        cells: what was measured.
+        base: FID and KID of the base alone.
+        share: of all steps.
+        judge: sha256 of the classifier in whose features FID and KID are.
+    """
     order = list(CHOICES)
     cells = sorted(cells, key=lambda each: (each.images, order.index(each.choice), each.seed))
     with (out / "leaks.csv").open("w", newline="") as file:
@@ -145,7 +155,8 @@ def write_report(
         "`--images`, `--choices` and `--seeds` limited the runs: rows that are missing were not measured.",
         "",
         *([f"All trainings had {share:g} of their steps.", ""] if share != 1 else []),
-        f"The base alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",
+        f"The base alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}. The classifier: sha256 "
+        f"`{judge[:16]}`; `--classifier` takes one of earlier results.",
         "",
         "```text",
         table(rows, head, width=UNBROKEN),

@@ -18,7 +18,8 @@ from ddm.audit.attacks import AttackedExpert
 from ddm.audit.running import draw_samples
 from ddm.diffusion.path import path_named
 from ddm.encoders.pca import PcaEncoder
-from ddm.evaluation.classifier import Classifier, train_classifier
+from ddm.errors import SetupError
+from ddm.evaluation.classifier import Classifier, digest_of_training, train_classifier
 from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.metrics import FeatureSet, measure
 from ddm.io.files import write_atomic
@@ -271,12 +272,14 @@ class LeakWorkshop:
         world: the data set.
         folder: of everything that is kept.
         share: of all steps.
+        classifier_file: the classifier whose features judge samples; trained where there is none.
     """
 
     data: Data
     world: World
     folder: Path
     share: float
+    classifier_file: Path
 
     @cached_property
     def files(self) -> PlanFiles:
@@ -291,15 +294,27 @@ class LeakWorkshop:
 
     @cached_property
     def classifier(self) -> Classifier:
-        """The classifier whose features judge samples, trained once on public images of all classes."""
-        path = self.folder / "classifier.safetensors"
+        """The classifier whose features judge samples, trained once on public images of all classes.
+
+        Raises:
+            SetupError: the one that is there learned other images.
+        """
+        path = self.classifier_file
+        part = self.world.public
         if not path.exists():
             with progress("training the classifier on public images") as report_progress:
-                part = self.world.public
                 train_classifier(
                     part.images, part.label_N, self.world.data, on_progress=report_progress
                 ).save(path)
-        return Classifier.load(path)
+        classifier = Classifier.load(path)
+        if classifier.trained_on != digest_of_training(part.images, part.label_N):
+            raise SetupError(
+                str(path),
+                expected=f"a classifier of the public images of {self.world.name}",
+                got="one of other images",
+                remedy="Give the classifier.safetensors of results on these images, or none.",
+            )
+        return classifier
 
     @cached_property
     def reference(self) -> FeatureSet:
