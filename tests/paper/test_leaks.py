@@ -54,6 +54,7 @@ def cell(
         noise_multiplier=None,
         training_s=1.0,
         audit_s=2.0,
+        classifier="89ab",
         commit="0",
         hardware="made",
         utc="2026-01-01",
@@ -166,7 +167,6 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
         [cell("lora", 300, 0.6), attacked],
         estimate,
         0.5,
-        "89abcdef" * 8,
     )
     page = (tmp_path / "README.md").read_text("utf-8")
     assert (
@@ -175,25 +175,25 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
         and "0.5 of their steps" in page
     )
     assert "0.900 [0.850, 0.950]" in page
-    assert "`89abcdef89abcdef`" in page
     # Rounded as the figures beside it, not cut off.
     assert "0.695" in page and "0.694" not in page
     with (tmp_path / "leaks.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["choice"], float(row["auc"])) for row in rows] == [("random", 0.9), ("lora", 0.6)]
+    assert rows[0]["classifier"] == "89ab"
     assert (tmp_path / "leaks.png").stat().st_size > 5000
 
 
 def test_classifier_of_other_images_does_not_judge(world: World, tmp_path: Path) -> None:
-    given = tmp_path / "given.safetensors"
+    path = tmp_path / "classifier.safetensors"
     other = world.validation
-    train_classifier(other.images, other.label_N, world.data, num_steps=1).save(given)
+    train_classifier(other.images, other.label_N, world.data, num_steps=1).save(path)
     data = Data.of(world, (1, 2), (0, 3))
-    workshop = LeakWorkshop(data, world, tmp_path, 1.0, given)
+    workshop = LeakWorkshop(data, world, tmp_path, 1.0, path)
     with pytest.raises(SetupError, match="a classifier of the public images of made"):
         _ = workshop.classifier
     public = world.public
-    train_classifier(public.images, public.label_N, world.data, num_steps=1).save(given)
+    train_classifier(public.images, public.label_N, world.data, num_steps=1).save(path)
     judge = workshop.classifier
     assert judge.encode(data.test[:3]).shape == (3, 64)
 

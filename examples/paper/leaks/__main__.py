@@ -101,7 +101,7 @@ def run(asked: argparse.Namespace) -> None:
         key = (choice, num, seed)
         if kept.read(key, LeakCell) is None:
             silo = Silo(workshop, CHOICES[choice], num, seed)
-            cell = measured(silo, choice, asked.samples, asked.shadows)
+            cell = measured(silo, choice, asked.samples, asked.shadows, judge)
             kept.write(key, cell)
             say(
                 f"{num} images, {CHOICES[choice].label}, seed {seed}: {cell.verdict}, "
@@ -109,12 +109,14 @@ def run(asked: argparse.Namespace) -> None:
                 f"{cell.training_s:.0f} s and {cell.audit_s:.0f} s of audit"
             )
         cells = kept.all(LeakCell)
-        write_report(asked.out, asked.dataset, cells, of_base, asked.scale, judge)
+        write_report(asked.out, asked.dataset, cells, of_base, asked.scale)
         write_targets(asked.out / "targets.csv", leak_targets(cells))
     say(f"Written: {asked.out / 'README.md'}")
 
 
-def measured(silo: Silo, choice: str, num_samples: int, num_shadows: int) -> LeakCell:
+def measured(
+    silo: Silo, choice: str, num_samples: int, num_shadows: int, classifier: str
+) -> LeakCell:
     """Train, audit and judge one expert."""
     training_s = silo.train()
     audit, audit_s = silo.audit()
@@ -140,6 +142,7 @@ def measured(silo: Silo, choice: str, num_samples: int, num_shadows: int) -> Lea
         noise_multiplier=paid.noise_multiplier if paid else None,
         training_s=training_s,
         audit_s=audit_s,
+        classifier=classifier,
         commit=commit(),
         hardware=hardware(torch.device("cpu")),
         utc=utc(),

@@ -47,6 +47,7 @@ class LeakCell(Model):
         noise_multiplier: of private training.
         training_s: seconds of training.
         audit_s: seconds of the audit, over all restarts.
+        classifier: sha256 of the one in whose features FID and KID are; empty where it was not recorded.
         commit: of the code.
         hardware: in words.
         utc: when it was measured.
@@ -62,6 +63,7 @@ class LeakCell(Model):
     noise_multiplier: float | None
     training_s: float
     audit_s: float
+    classifier: str
     commit: str
     hardware: str
     utc: str
@@ -73,24 +75,15 @@ def write_report(
     cells: Sequence[LeakCell],
     base: Mapping[str, Estimate],
     share: float,
-    judge: str,
 ) -> None:
-    """Write everything that was measured by now.
-
-    Args:
-        out: the folder of the results.
-        dataset: its name.
-        cells: what was measured.
-        base: FID and KID of the base alone.
-        share: of all steps.
-        judge: sha256 of the classifier in whose features FID and KID are.
-    """
+    """Write everything that was measured by now."""
     order = list(CHOICES)
     cells = sorted(cells, key=lambda each: (each.images, order.index(each.choice), each.seed))
     with (out / "leaks.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         bounds = [f"{name}{end}" for name in _SHOWN for end in ("", "_low", "_high")]
-        last = ("noise_multiplier", "training_s", "audit_s", "commit", "hardware", "utc")
+        measuring = ("noise_multiplier", "training_s", "audit_s")
+        last = (*measuring, "classifier", "commit", "hardware", "utc")
         figures = [*bounds, *_OF_OUTSIDER]
         writer.writerow(
             ["dataset", "choice", "images", "seed", "steps", "verdict", *figures, *last]
@@ -104,7 +97,7 @@ def write_report(
             ]
             values += [_value_of_outsider(cell, name) for name in _OF_OUTSIDER]
             ends = [_number(cell.noise_multiplier), f"{cell.training_s:.1f}", f"{cell.audit_s:.1f}"]
-            provenance = [cell.commit, cell.hardware, cell.utc]
+            provenance = [cell.classifier, cell.commit, cell.hardware, cell.utc]
             writer.writerow(
                 [
                     dataset,
@@ -152,11 +145,11 @@ def write_report(
         "",
         f"    python -m examples.paper.leaks --dataset {dataset} --data PATH --out DIR",
         "",
-        "`--images`, `--choices` and `--seeds` limited the runs: rows that are missing were not measured.",
+        "`--images`, `--choices` and `--seeds` limited the runs: rows that are missing were not measured. "
+        "`--classifier FILE` judges by the classifier of earlier results.",
         "",
         *([f"All trainings had {share:g} of their steps.", ""] if share != 1 else []),
-        f"The base alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}. The classifier: sha256 "
-        f"`{judge[:16]}`; `--classifier` takes one of earlier results.",
+        f"The base alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",
         "",
         "```text",
         table(rows, head, width=UNBROKEN),
@@ -177,7 +170,7 @@ images. FID and KID use the features of a small classifier, against test images 
 intervals over units, samples and reference images; each row is one training. From random weights and for LoRA the
 learning rate is 0.004, for all weights from the base 0.002. DP-SGD uses the same rates, which were best for a fifth of
 the steps among 0.001 to 0.008, and 0.002 to 0.016 for LoRA, on validation images of Fashion-MNIST with another seed.
-`leaks.csv` contains every figure, with times and commits."""
+`leaks.csv` contains every figure, with times, commits and, where it was recorded, the sha256 of the classifier."""
 
 
 def _value_of_outsider(cell: LeakCell, name: str, digits: int = 6) -> str:

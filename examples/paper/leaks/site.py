@@ -18,8 +18,7 @@ from ddm.audit.attacks import AttackedExpert
 from ddm.audit.running import draw_samples
 from ddm.diffusion.path import path_named
 from ddm.encoders.pca import PcaEncoder
-from ddm.errors import SetupError
-from ddm.evaluation.classifier import Classifier, digest_of_training, train_classifier
+from ddm.evaluation.classifier import Classifier
 from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.metrics import FeatureSet, measure
 from ddm.io.files import write_atomic
@@ -45,6 +44,7 @@ from examples.paper.leaks.choices import (
 )
 from examples.paper.leaks.outsider import Success, attack_as_outsider
 from examples.paper.tables.data import Part, World
+from examples.paper.tables.judging import open_classifier
 from silo.audit.document import ExpertAudit
 from silo.audit.measuring import audit_expert
 from silo.audit.subject import AuditedExpert
@@ -57,6 +57,7 @@ NEIGHBOURS = 5
 _GROUPS = 16
 _DIMS = 32
 _RANK = 8
+_CLASSIFIER_STEPS = 1500  # as in the tables with the preset cpu
 _MOST_SAMPLES = 2000
 _TRAININGS = 100  # of one seed at most: the expert, and an outsider's shadows
 _KEEP_S = 1.0  # between two notes of the time
@@ -299,22 +300,10 @@ class LeakWorkshop:
         Raises:
             SetupError: the one that is there learned other images.
         """
-        path = self.classifier_file
-        part = self.world.public
-        if not path.exists():
-            with progress("training the classifier on public images") as report_progress:
-                train_classifier(
-                    part.images, part.label_N, self.world.data, on_progress=report_progress
-                ).save(path)
-        classifier = Classifier.load(path)
-        if classifier.trained_on != digest_of_training(part.images, part.label_N):
-            raise SetupError(
-                str(path),
-                expected=f"a classifier of the public images of {self.world.name}",
-                got="one of other images",
-                remedy="Give the classifier.safetensors of results on these images, or none.",
-            )
-        return classifier
+        remedy = "Give the classifier.safetensors of results on these images, or none."
+        return open_classifier(
+            self.classifier_file, self.world, _CLASSIFIER_STEPS, progress, remedy
+        )
 
     @cached_property
     def reference(self) -> FeatureSet:

@@ -1,5 +1,7 @@
 """Judges samples: FID, KID, precision and recall in the features of a small classifier, FID in those of the encoder."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from ddm.evaluation.classifier import Classifier, digest_of_training, train_clas
 from ddm.evaluation.intervals import proportion, wilson
 from ddm.evaluation.metrics import FeatureSet, measure
 from ddm.protocol.base import Model, sha256_file
+from ddm.system.progress import ProgressCallback
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import UNEQUAL, World
 from examples.paper.tables.presets import Preset
@@ -69,16 +72,12 @@ class Judge:
             SetupError: the one that is there was trained on other images: the folder is of another data set.
         """
         path = out / CLASSIFIER
+        remedy = "Give the --data of the earlier run, or another --out."
         with alone(out, path.stem, wait=True):
-            if not path.exists():
-                _train(world, preset, path, clock)
-        classifier = Classifier.load(path)
+            classifier = open_classifier(
+                path, world, preset.classifier_steps, clock.progress, remedy
+            )
         test = world.test
-        if classifier.trained_on != digest_of_training(world.public.images, world.public.label_N):
-            expected = f"a classifier of the public images of {world.name}"
-            got = "one of other images"
-            remedy = "Give the --data of the earlier run, or another --out."
-            raise SetupError(str(path), expected=expected, got=got, remedy=remedy)
         encoder = PcaEncoder.fit(world.public.images, preset.pca_dim)
         kept = Kept(out / "cells")
         key = ("classifier", sha256_file(path), world.name)
@@ -155,15 +154,37 @@ class Judge:
         return figures
 
 
-def _train(world: World, preset: Preset, path: Path, clock: Clock) -> None:
-    with clock.progress("training the classifier on public images") as step:
-        train_classifier(
-            world.public.images,
-            world.public.label_N,
-            world.data,
-            num_steps=preset.classifier_steps,
-            on_progress=step,
-        ).save(path)
+def open_classifier(
+    path: Path,
+    world: World,
+    num_steps: int,
+    progress: Callable[[str], AbstractContextManager[ProgressCallback]],
+    remedy: str,
+) -> Classifier:
+    """Open the classifier of a data set's public images; where there is no file yet, train it.
+
+    Raises:
+        SetupError: it was trained on other images; `remedy` says what to do.
+    """
+    public = world.public
+    if not path.exists():
+        with progress("training the classifier on public images") as report_progress:
+            train_classifier(
+                public.images,
+                public.label_N,
+                world.data,
+                num_steps=num_steps,
+                on_progress=report_progress,
+            ).save(path)
+    classifier = Classifier.load(path)
+    if classifier.trained_on != digest_of_training(public.images, public.label_N):
+        raise SetupError(
+            str(path),
+            expected=f"a classifier of the public images of {world.name}",
+            got="one of other images",
+            remedy=remedy,
+        )
+    return classifier
 
 
 def clipped(images: Tensor) -> Tensor:
