@@ -82,6 +82,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in FEDERATIONS)
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Networks of a test begin with the same weights, whichever tests ran before it in this process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def as_many_threads_as_asked_for() -> Iterator[None]:
     """One thread, so that parallel test runs share the machine fairly; ARCHIPELAGO_TEST_THREADS asks for others."""

@@ -197,7 +197,10 @@ def test_what_fails_is_named_with_what_to_do_and_the_exit_code_says_so(
     )
 
 
-def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: Path) -> None:
+def test_each_thing_that_goes_wrong_is_found_by_its_check(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "reader_path", lambda: "/usr/bin/tesseract")
     edit(site.path / "silo.toml", site.settings().root_digest, "0" * 64)
     edit(site.path / "silo.toml", "[training]\n", "[training]\nthreads = 1000\n")
     edit(site.path / "silo.toml", str(site.settings().data), str(tmp_path / "gone.npz"))
