@@ -2,17 +2,19 @@
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from ddm.errors import SetupError
+from ddm.errors import DataError, SetupError
 from ddm.evaluation.classifier import train_classifier
 from ddm.evaluation.intervals import Estimate
 from examples.paper.leaks import __main__ as leaks
+from examples.paper.leaks.cells import LEAKS, LeakCell, read_cells, write_cells
 from examples.paper.leaks.choices import CHOICES, plan_of
-from examples.paper.leaks.results import LeakCell, write_report
+from examples.paper.leaks.results import write_report
 from examples.paper.leaks.site import Data, LeakWorkshop, Silo, Stopwatch
 from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.data import Part, World
@@ -49,7 +51,6 @@ def cell(
         seed=seed,
         steps=3,
         verdict=verdict,
-        reason="made",
         figures=figures,
         noise_multiplier=None,
         training_s=1.0,
@@ -184,6 +185,45 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
     assert (tmp_path / "leaks.png").stat().st_size > 5000
 
 
+def test_published_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
+    private = cell("base-8", 300, 0.625).model_copy(update={"noise_multiplier": 1.25})
+    attacked = cell("random", 100, 0.9)
+    attacked.figures["outsider_auc"] = Figure(value=0.75)
+    unknown_judge = cell("lora", 100, 0.5).model_copy(update={"classifier": ""})
+    written, again = tmp_path / LEAKS, tmp_path / "again.csv"
+    write_cells(written, "made", [private, attacked, unknown_judge])
+    read = read_cells(written, "made", "89ab")
+    write_cells(again, "made", read)
+    assert again.read_bytes() == written.read_bytes()
+    assert read[0].key == ("base-8", 300, 0) and read[0].noise_multiplier == 1.25
+    assert read[1].figures["outsider_auc"] == Figure(value=0.75)
+    assert "outsider_auc" not in read[0].figures and read[2].classifier == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "dataset", "judge"),
+    [
+        ("", "made", "cdef"),
+        ("", "other", "89ab"),
+        ("base-8:nothing-like-it", "made", "89ab"),
+        ("0.625:much", "made", "89ab"),
+        ("classifier:judge", "made", "89ab"),
+        ("2026-01-01:\xff", "made", "89ab"),
+    ],
+    ids=["classifier", "data set", "choice", "number", "columns", "encoding"],
+)
+def test_published_figures_of_something_else_are_refused(
+    tmp_path: Path, change: str, dataset: str, judge: str
+) -> None:
+    path = tmp_path / LEAKS
+    write_cells(path, "made", [cell("base-8", 300, 0.625)])
+    if change:
+        old, new = change.split(":")
+        path.write_text(path.read_text("utf-8").replace(old, new), "latin-1")
+    with pytest.raises(DataError):
+        read_cells(path, dataset, judge)
+
+
 def test_classifier_of_other_images_does_not_judge(world: World, tmp_path: Path) -> None:
     path = tmp_path / "classifier.safetensors"
     other = world.validation
@@ -229,3 +269,16 @@ def test_a_run_measures_each_expert_once_and_an_overfitted_one_is_found(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("work/*/cells*/*")}
     assert leaks.main() == 0
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("work/*/cells*/*")}
+    later = tmp_path / "later"
+    work = later / "work/fashion-mnist-1"
+    shutil.copytree(next(tmp_path.glob("work/*/base")), work / "base")
+    continuing = ["--out", str(later), "--published", str(tmp_path)]
+    judged = ["--classifier", str(next(tmp_path.glob("work/*/classifier.safetensors")))]
+    monkeypatch.setattr(
+        "sys.argv",
+        [*words, *continuing, *judged, "--choices", "random", "lora-2", "--samples", "300"],
+    )
+    assert leaks.main() == 0
+    assert not any(work.glob("cells*/*"))
+    for name in (LEAKS, "README.md"):
+        assert (later / name).read_text("utf-8") == (tmp_path / name).read_text("utf-8")

@@ -3,7 +3,8 @@
     python -m examples.paper.leaks --dataset fashion-mnist --data FOLDER --out build/leaks
 
 Everything measured is kept in OUT and not measured again, so an interrupted run goes on where it stopped. The page
-shows everything that OUT has with as many samples and shadows, judged by the same classifier.
+shows everything that OUT has with as many samples and shadows, judged by the same classifier. `--published` adds the
+rows of an earlier run of the same settings, which are not measured again either.
 """
 
 import argparse
@@ -14,10 +15,10 @@ from pathlib import Path
 import torch
 
 from ddm.io.files import require_file
-from ddm.protocol.base import sha256_file
 from ddm.system.console import say
+from examples.paper.leaks.cells import LEAKS, LeakCell, read_cells
 from examples.paper.leaks.choices import CHOICES, MAX_IMAGES
-from examples.paper.leaks.results import LeakCell, write_report
+from examples.paper.leaks.results import write_report
 from examples.paper.leaks.site import Data, LeakWorkshop, Silo
 from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.clock import ended
@@ -75,6 +76,12 @@ def main() -> int:
         metavar="FILE",
         help="the classifier.safetensors of results whose FIDs new ones are compared with; default: trained now",
     )
+    parser.add_argument(
+        "--published",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of an earlier run's results to continue",
+    )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -92,14 +99,22 @@ def run(asked: argparse.Namespace) -> None:
     if asked.classifier is not None:
         classifier_file = require_file(asked.classifier, "the classifier of earlier results")
     workshop = LeakWorkshop(data, world, work, asked.scale, classifier_file)
+    judge = workshop.classifier_digest
+    published: list[LeakCell] = []
+    if asked.published is not None:
+        published = read_cells(asked.published / LEAKS, asked.dataset, judge)
     base = workshop.base
     of_base = workshop.judge(workshop.base_expert, base.folder / base.file.path, asked.samples)
-    judge = sha256_file(classifier_file)
     kept = Kept(work / f"cells-{asked.samples}-{asked.shadows}-{judge[:16]}")
+
+    def known() -> dict[tuple[str, int, int], LeakCell]:
+        """Return all experts that were measured by now, by this process or another."""
+        return {cell.key: cell for cell in [*published, *kept.all(LeakCell)]}
+
     nums = sorted({min(num, len(data.learned), MAX_IMAGES) for num in asked.images})
     for seed, num, choice in product(range(asked.seeds), nums, asked.choices):
         key = (choice, num, seed)
-        if kept.read(key, LeakCell) is None:
+        if key not in known():
             silo = Silo(workshop, CHOICES[choice], num, seed)
             cell = measured(silo, choice, asked.samples, asked.shadows, judge)
             kept.write(key, cell)
@@ -108,7 +123,7 @@ def run(asked: argparse.Namespace) -> None:
                 f"AUC {cell.figures['auc'].value:.3f}, FID {cell.figures['fid'].value:.1f}, "
                 f"{cell.training_s:.0f} s and {cell.audit_s:.0f} s of audit"
             )
-        cells = kept.all(LeakCell)
+        cells = list(known().values())
         write_report(asked.out, asked.dataset, cells, of_base, asked.scale)
         write_targets(asked.out / "targets.csv", leak_targets(cells))
     say(f"Written: {asked.out / 'README.md'}")
@@ -137,7 +152,6 @@ def measured(
         seed=silo.seed,
         steps=silo.expert.plan.expert.training.num_steps,
         verdict=audit.verdict,
-        reason=audit.reason,
         figures=figures,
         noise_multiplier=paid.noise_multiplier if paid else None,
         training_s=training_s,

@@ -1,21 +1,18 @@
-"""What was measured, and what is written of it: leaks.csv, leaks.png, README.md."""
+"""What is written of all experts: leaks.csv, leaks.png, README.md."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddm.evaluation.intervals import Estimate
-from ddm.protocol.base import Model
 from ddm.system.console import UNBROKEN, table
+from examples.paper.leaks.cells import LEAKS, LeakCell, write_cells
 from examples.paper.leaks.choices import CHOICES, HELD_OUT, MAX_AUC
 from examples.paper.tables.results import Figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SHOWN = ("auc", "tpr", "copies", "fid", "kid")
-_OF_OUTSIDER = ("outsider_auc", "outsider_tpr")
 _WAYS = {
     "random": ("all weights, from random weights", "#c8553d"),
     "base": ("all weights, from the base", "#1b6ca8"),
@@ -31,44 +28,6 @@ _MARKERS = {
 _PRIVATE_MARKERS = {"8": ("epsilon 8", "D"), "2": ("epsilon 2", "v")}
 
 
-class LeakCell(Model):
-    """One silo's expert, measured.
-
-    Attributes:
-        choice: a name of `CHOICES`.
-        images: that it learned.
-        seed: of these images and of the training.
-        steps: of training.
-        verdict: of the audit.
-        reason: for it.
-        figures: `auc` and `tpr` (at 1% false positives) of the audit's strongest attack, `outsider_auc` and
-            `outsider_tpr` of an outsider's where one attacked, `copies` (the larger share of near
-            copies, by pixels or features), `fid` and `kid`.
-        noise_multiplier: of private training.
-        training_s: seconds of training.
-        audit_s: seconds of the audit, over all restarts.
-        classifier: sha256 of the one in whose features FID and KID are; empty where it was not recorded.
-        commit: of the code.
-        hardware: in words.
-        utc: when it was measured.
-    """
-
-    choice: str
-    images: int
-    seed: int
-    steps: int
-    verdict: str
-    reason: str
-    figures: dict[str, Figure]
-    noise_multiplier: float | None
-    training_s: float
-    audit_s: float
-    classifier: str
-    commit: str
-    hardware: str
-    utc: str
-
-
 def write_report(
     out: Path,
     dataset: str,
@@ -79,38 +38,7 @@ def write_report(
     """Write everything that was measured by now."""
     order = list(CHOICES)
     cells = sorted(cells, key=lambda each: (each.images, order.index(each.choice), each.seed))
-    with (out / "leaks.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        bounds = [f"{name}{end}" for name in _SHOWN for end in ("", "_low", "_high")]
-        measuring = ("noise_multiplier", "training_s", "audit_s")
-        last = (*measuring, "classifier", "commit", "hardware", "utc")
-        figures = [*bounds, *_OF_OUTSIDER]
-        writer.writerow(
-            ["dataset", "choice", "images", "seed", "steps", "verdict", *figures, *last]
-        )
-        for cell in cells:
-            figures_of_cell = [cell.figures[name] for name in _SHOWN]
-            values = [
-                _number(value)
-                for figure in figures_of_cell
-                for value in (figure.value, figure.low, figure.high)
-            ]
-            values += [_value_of_outsider(cell, name) for name in _OF_OUTSIDER]
-            ends = [_number(cell.noise_multiplier), f"{cell.training_s:.1f}", f"{cell.audit_s:.1f}"]
-            provenance = [cell.classifier, cell.commit, cell.hardware, cell.utc]
-            writer.writerow(
-                [
-                    dataset,
-                    cell.choice,
-                    cell.images,
-                    cell.seed,
-                    cell.steps,
-                    cell.verdict,
-                    *values,
-                    *ends,
-                    *provenance,
-                ]
-            )
+    write_cells(out / LEAKS, dataset, cells)
     _draw(out / "leaks.png", dataset, cells, base)
     head = (
         "images",
@@ -131,7 +59,7 @@ def write_report(
             cell.seed,
             cell.verdict,
             _shown(cell.figures["auc"]),
-            _value_of_outsider(cell, "outsider_auc", digits=3),
+            _of_outsider(cell),
             *(_shown(cell.figures[name]) for name in ("tpr", "copies")),
             _shown(cell.figures["fid"], digits=1),
             _shown(cell.figures["kid"], digits=1),
@@ -146,7 +74,7 @@ def write_report(
         f"    python -m examples.paper.leaks --dataset {dataset} --data PATH --out DIR",
         "",
         "`--images`, `--choices` and `--seeds` limited the runs: rows that are missing were not measured. "
-        "`--classifier FILE` judges by the classifier of earlier results.",
+        "`--published FOLDER --classifier FILE` goes on from earlier results, in the features of their classifier.",
         "",
         *([f"All trainings had {share:g} of their steps.", ""] if share != 1 else []),
         f"The base alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",
@@ -173,15 +101,11 @@ the steps among 0.001 to 0.008, and 0.002 to 0.016 for LoRA, on validation image
 `leaks.csv` contains every figure, with times, commits and, where it was recorded, the sha256 of the classifier."""
 
 
-def _value_of_outsider(cell: LeakCell, name: str, digits: int = 6) -> str:
-    """Return a figure of the outsider's attack; empty where there was none."""
-    if name not in cell.figures:
+def _of_outsider(cell: LeakCell) -> str:
+    """Return the AUC of the outsider's attack; empty where there was none."""
+    if "outsider_auc" not in cell.figures:
         return ""
-    return f"{cell.figures[name].value:.{digits}f}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+    return f"{cell.figures['outsider_auc'].value:.3f}"
 
 
 def _shown(figure: Figure, digits: int = 3) -> str:

@@ -25,7 +25,7 @@ from ddm.io.files import write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.models import load_expert
 from ddm.partition.clustering import fit_clustering
-from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.routers.sketch import Sketch
 from ddm.statistics.cost import paid_mechanisms
@@ -304,6 +304,12 @@ class LeakWorkshop:
         return open_classifier(
             self.classifier_file, self.world, _CLASSIFIER_STEPS, progress, remedy
         )
+
+    @cached_property
+    def classifier_digest(self) -> str:
+        """The sha256 of the classifier's file; raises as `classifier` does."""
+        _ = self.classifier  # trained where there is none
+        return sha256_file(self.classifier_file)
 
     @cached_property
     def reference(self) -> FeatureSet:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from examples.paper.leaks.cells import LeakCell
 from examples.paper.leaks.choices import CHOICES
-from examples.paper.leaks.results import LeakCell
 from examples.paper.tables.results import spread
 from examples.paper.tables.targets import TableTarget, target_of
 
