@@ -18,7 +18,7 @@ from examples.paper.leaks.results import write_report
 from examples.paper.leaks.site import Data, LeakWorkshop, Silo, Stopwatch
 from examples.paper.leaks.targets import leak_targets
 from examples.paper.tables.data import Part, World
-from examples.paper.tables.results import Figure
+from examples.paper.tables.results import Figure, Kept
 
 SHAPE = (1, 8, 8)
 
@@ -49,7 +49,7 @@ def cell(
         choice=choice,
         images=images,
         seed=seed,
-        steps=3,
+        steps=CHOICES[choice].steps,
         verdict=verdict,
         figures=figures,
         noise_multiplier=None,
@@ -185,6 +185,16 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
     assert (tmp_path / "leaks.png").stat().st_size > 5000
 
 
+def test_experts_that_another_version_kept_count_as_not_measured(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    expert, other = cell("base", 100, 0.5), cell("lora", 100, 0.5)
+    kept.write(expert.key, expert)
+    kept.write(other.key, other)
+    path = kept.file(other.key)
+    path.write_text(path.read_text("utf-8").replace('"verdict"', '"judgement"'))
+    assert kept.all(LeakCell) == [expert] and kept.read(other.key, LeakCell) is None
+
+
 def test_published_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
     private = cell("base-8", 300, 0.625).model_copy(update={"noise_multiplier": 1.25})
     attacked = cell("random", 100, 0.9)
@@ -192,7 +202,7 @@ def test_published_figures_are_read_as_they_were_written(tmp_path: Path) -> None
     unknown_judge = cell("lora", 100, 0.5).model_copy(update={"classifier": ""})
     written, again = tmp_path / LEAKS, tmp_path / "again.csv"
     write_cells(written, "made", [private, attacked, unknown_judge])
-    read = read_cells(written, "made", "89ab")
+    read = read_cells(written, "made", "89ab", 1.0)
     write_cells(again, "made", read)
     assert again.read_bytes() == written.read_bytes()
     assert read[0].key == ("base-8", 300, 0) and read[0].noise_multiplier == 1.25
@@ -221,7 +231,14 @@ def test_published_figures_of_something_else_are_refused(
         old, new = change.split(":")
         path.write_text(path.read_text("utf-8").replace(old, new), "latin-1")
     with pytest.raises(DataError):
-        read_cells(path, dataset, judge)
+        read_cells(path, dataset, judge, 1.0)
+
+
+def test_published_figures_of_shorter_trainings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / LEAKS
+    write_cells(path, "made", [cell("base-8", 300, 0.625)])
+    with pytest.raises(DataError, match="0.1 of their steps"):
+        read_cells(path, "made", "89ab", 0.1)
 
 
 def test_classifier_of_other_images_does_not_judge(world: World, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 
 Everything measured is kept in OUT and not measured again, so an interrupted run goes on where it stopped. The page
 shows everything that OUT has with as many samples and shadows, judged by the same classifier. `--published` adds the
-rows of an earlier run of the same settings, which are not measured again either.
+rows of an earlier run with the same `--samples`, `--shadows` and `--scale`, which are not measured again either.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def run(asked: argparse.Namespace) -> None:
     judge = workshop.classifier_digest
     published: list[LeakCell] = []
     if asked.published is not None:
-        published = read_cells(asked.published / LEAKS, asked.dataset, judge)
+        published = read_cells(asked.published / LEAKS, asked.dataset, judge, asked.scale)
     base = workshop.base
     of_base = workshop.judge(workshop.base_expert, base.folder / base.file.path, asked.samples)
     kept = Kept(work / f"cells-{asked.samples}-{asked.shadows}-{judge[:16]}")

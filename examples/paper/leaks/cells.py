@@ -72,16 +72,17 @@ def write_cells(path: Path, dataset: str, cells: Iterable[LeakCell]) -> None:
             writer.writerow(_line(dataset, cell))
 
 
-def read_cells(path: Path, dataset: str, classifier: str) -> list[LeakCell]:
+def read_cells(path: Path, dataset: str, classifier: str, share: float) -> list[LeakCell]:
     """Read what `write_cells` wrote.
 
     Args:
         path: the file.
         dataset: all lines have to be of this one.
         classifier: sha256 of the one that judges; no line may name another.
+        share: of all steps, which every training has to have.
 
     Raises:
-        MissingFileError, DataError: nothing there, or something else, or of another data set or classifier.
+        MissingFileError, DataError: nothing there, or something else, or of another data set, classifier or share.
     """
     require_file(path, "the figures of an earlier run")
     try:
@@ -95,6 +96,14 @@ def read_cells(path: Path, dataset: str, classifier: str) -> list[LeakCell]:
         ) from error
     if datasets - {dataset}:
         raise DataError(path.name, expected=dataset, got=", ".join(sorted(datasets)))
+    others = [cell for cell in cells if cell.steps != CHOICES[cell.choice].steps_at(share)]
+    if others:
+        raise DataError(
+            path.name,
+            expected=f"trainings with {share:g} of their steps",
+            got=f"{len(others)} rows with another number of steps",
+            remedy="Give the `--scale` of the earlier run.",
+        )
     judges = {cell.classifier for cell in cells} - {"", classifier}
     if judges:
         remedy = "FIDs of several classifiers cannot be compared: name that classifier's file after `--classifier`."

@@ -40,6 +40,10 @@ class TrainingChoice:
     lora: bool = False
     epsilon: float | None = None
 
+    def steps_at(self, share: float) -> int:
+        """Return the steps of a training with a share of them."""
+        return max(round(self.steps * share), 2)
+
 
 def _choices() -> dict[str, TrainingChoice]:
     ways = {
@@ -83,7 +87,7 @@ def plan_of(
         num_units: of the silo, those held out included; sets how many enter a private step.
         share: of the choice's steps.
     """
-    steps = max(round(choice.steps * share), 2)
+    steps = choice.steps_at(share)
     training = {
         "num_steps": steps,
         "batch_size": 64,

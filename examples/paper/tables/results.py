@@ -143,19 +143,24 @@ class Kept:
 
     def read(self, key: object, kind: type[Document]) -> Document | None:
         """Read what was kept under a key; None where nothing was, or something else."""
-        try:
-            return kind.model_validate_json(self.file(key).read_bytes())
-        except (FileNotFoundError, ValidationError):
-            return None
+        return _read(self.file(key), kind)
 
     def all(self, kind: type[Document]) -> list[Document]:
-        """Read everything that was kept."""
-        return [kind.model_validate_json(path.read_bytes()) for path in self.path.glob("*.json")]
+        """Read everything that was kept; something else, as other versions of this program write it, is left out."""
+        documents = (_read(path, kind) for path in self.path.glob("*.json"))
+        return [document for document in documents if document is not None]
 
     def write(self, key: object, document: Model) -> None:
         """Keep a document, whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.file(key), document.model_dump_json(indent=1).encode() + b"\n")
+
+
+def _read(path: Path, kind: type[Document]) -> Document | None:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
 
 
 def spread(
